@@ -1,0 +1,51 @@
+"""A leased transactional outbox for SQLite and PostgreSQL."""
+
+from outbox.contracts.base import Contract, DeliveryFailed, Destination
+from outbox.errors import (
+    ClaimLostError,
+    CollisionError,
+    DatabaseError,
+    InputError,
+    IntegrityError,
+    NotFoundError,
+    OutboxError,
+    SchemaError,
+)
+from outbox.policy import RetryPolicy
+from outbox.records import (
+    Claim,
+    EventStatus,
+    Failure,
+    Health,
+    Outcome,
+    Receipt,
+    Settled,
+    Success,
+)
+from outbox.store import Outbox
+from outbox.worker import Worker
+
+__all__ = [
+    "Claim",
+    "ClaimLostError",
+    "CollisionError",
+    "Contract",
+    "DatabaseError",
+    "DeliveryFailed",
+    "Destination",
+    "EventStatus",
+    "Failure",
+    "Health",
+    "InputError",
+    "IntegrityError",
+    "NotFoundError",
+    "Outbox",
+    "OutboxError",
+    "Outcome",
+    "Receipt",
+    "RetryPolicy",
+    "SchemaError",
+    "Settled",
+    "Success",
+    "Worker",
+]

@@ -1,0 +1,349 @@
+"""The seam between the engine and a database: the domain's verbs, private and few.
+
+The store decides (policy, contracts, what a lost claim means) and a dialect does the writing. A third database is one
+new file here that passes the conformance suite. Nothing above this package asks which database it is talking to.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+from sqlalchemy import (
+    Connection,
+    Engine,
+    Row,
+    bindparam,
+    case,
+    delete,
+    exists,
+    func,
+    literal,
+    null,
+    or_,
+    select,
+    update,
+)
+from sqlalchemy.exc import DBAPIError, DisconnectionError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.sql import ColumnElement, Select
+from sqlalchemy.sql.dml import ReturningUpdate
+
+from outbox import schema
+from outbox.errors import OutboxError
+from outbox.records import Claim
+
+event = schema.outbox_event
+DUE = schema.predicate(schema.DUE)
+LEASED = schema.predicate(schema.LEASED)
+FAILED = schema.predicate(schema.FAILED)
+
+#: What a claim carries away from its row.
+CLAIM_COLUMNS = (
+    event.c.id,
+    event.c.topic,
+    event.c.event_id,
+    event.c.payload,
+    event.c.payload_sha256,
+    event.c.ordering_key,
+    event.c.headers,
+    event.c.attempts,
+    event.c.max_attempts,
+    event.c.next_attempt_at,
+    event.c.lease_owner,
+    event.c.lease_token,
+    event.c.lease_expires_at,
+)
+#: Clearing a lease is the same three columns wherever a row stops being leased.
+NO_LEASE: Mapping[str, ColumnElement[Any]] = {
+    "lease_owner": null(),
+    "lease_token": null(),
+    "lease_expires_at": null(),
+}
+
+
+class NewEvent(NamedTuple):
+    """A row to insert; its times are the database's to fill in."""
+
+    topic: str
+    event_id: str
+    payload: str
+    payload_sha256: str
+    ordering_key: str | None
+    headers: str | None
+    max_attempts: int
+
+
+class Change(NamedTuple):
+    """What settling one claim writes. ``next_attempt_at`` None leaves the column as it is."""
+
+    claim: Claim
+    status: str
+    attempts: int
+    next_attempt_at: float | None = None
+    error_code: str | None = None
+    detail_hash: str | None = None
+    receipt: str | None = None
+    response_sha256: str | None = None
+
+
+class Pulse(NamedTuple):
+    """The first thing asked in every transaction of our own.
+
+    Attributes:
+        now: the time this transaction goes by.
+        generation: changes whenever the schema may have; compared, never read.
+    """
+
+    now: float
+    generation: tuple[Any, ...]
+
+
+class Count(NamedTuple):
+    """A number of rows, and whether it was counted or estimated."""
+
+    rows: int
+    exact: bool
+
+
+class Watch:
+    """Tells whether the database may have changed since it was last asked. This one cannot tell.
+
+    Attributes:
+        interval: seconds between two questions; None when asking is no use.
+    """
+
+    interval: float | None = None
+
+    def changed(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        """Give the connection back."""
+
+
+class Dialect(ABC):
+    """One database's way of doing what the store asks."""
+
+    #: SQLAlchemy's name of the database.
+    name: str
+    #: Whether all hosts share the database's clock; otherwise a host's own clock rules.
+    shared_clock: bool
+
+    # -- transactions -----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def begin(self, engine: Engine, *, write: bool = True) -> AbstractContextManager[Connection]:
+        """A transaction on a connection of our own, whatever the host's engine is set to.
+
+        Raises:
+            DatabaseError: ``dispatch.database_busy``, ``dispatch.database_unavailable``.
+        """
+
+    @abstractmethod
+    def pulse(self, connection: Connection) -> Pulse:
+        """The clock and the schema's generation."""
+
+    @abstractmethod
+    def in_transaction(self, connection: Connection) -> bool:
+        """Whether what is executed on a host's connection now waits for the host's commit."""
+
+    @abstractmethod
+    def identity(self, connection: Connection) -> tuple[Any, ...]:
+        """Equal for two connections exactly when they write to the same database."""
+
+    @abstractmethod
+    def translate(self, error: SQLAlchemyError) -> OutboxError:
+        """The foreign exception as one of ours, without the statement, its values or the driver's text."""
+
+    @contextmanager
+    def mapped_errors(self) -> Iterator[None]:
+        """Let no exception of the database, its driver or its pool out.
+
+        They are not even chained: their text quotes values, and a driver's detail quotes whole rows.
+        """
+        try:
+            yield
+        except (DBAPIError, PoolTimeout, DisconnectionError) as error:
+            raise self.translate(error) from None
+
+    # -- writing ----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def insert(self, connection: Connection, rows: Sequence[NewEvent], now: float | None) -> Sequence[Row[Any]]:
+        """Insert what is not there yet and return (id, event_id, created_at) of the rows that are new.
+
+        With ``now`` None the time is the database's, read by the statement itself. Ids follow the order of ``rows``.
+        """
+
+    @abstractmethod
+    def settle(self, connection: Connection, changes: Sequence[Change], now: float) -> set[int]:
+        """Write every change whose claim is live at ``now`` and return the ids of those."""
+
+    @abstractmethod
+    def renew(self, connection: Connection, claims: Sequence[Claim], expires_at: float, now: float) -> set[int]:
+        """Move the expiry of every claim that is live at ``now`` and return the ids of those."""
+
+    def recover(self, connection: Connection, now: float, limit: int, floor: float = 0.0) -> Sequence[Row[Any]]:
+        """End up to ``limit`` leases that expired in [floor, now]; return (id, topic, event_id, status, attempts)."""
+        return connection.execute(self._recover, {"now": now, "limit": limit, "floor": floor}).all()
+
+    def lease(
+        self, connection: Connection, topic: str, owner: str, expires_at: float, now: float, limit: int,
+        floor: float = 0.0,
+    ) -> list[Row[Any]]:
+        """Lease up to ``limit`` events due in [floor, now], in due order."""
+        parameters = {
+            "of_topic": topic, "owner": owner, "expires_at": expires_at, "now": now, "limit": limit, "floor": floor,
+        }  # fmt: skip
+        rows = connection.execute(self._lease, parameters).all()
+        return sorted(rows, key=lambda row: (row.next_attempt_at, row.id))  # RETURNING promises no order
+
+    def redrive(self, connection: Connection, condition: ColumnElement[bool], now: float, limit: int) -> int:
+        """Make up to ``limit`` failed events under ``condition`` due again; return how many."""
+        picked = self._pick(FAILED, condition).order_by(event.c.updated_at).limit(limit)
+        fresh = {
+            "status": "pending", "attempts": 0, "redrives": event.c.redrives + 1, "last_error_code": null(),
+            "last_error_detail_hash": null(), "next_attempt_at": literal(now), "updated_at": literal(now),
+        }  # fmt: skip
+        # A clock that stepped back must not date the row before its own creation.
+        statement = update(event).where(self._chosen(picked), event.c.created_at <= now).values(fresh)
+        return connection.execute(statement).rowcount
+
+    def purge(self, connection: Connection, conditions: Sequence[ColumnElement[bool]], limit: int) -> int:
+        """Delete up to ``limit`` rows under ``conditions``, oldest first; return how many."""
+        picked = self._pick(*conditions).order_by(event.c.updated_at).limit(limit)
+        return connection.execute(delete(event).where(self._chosen(picked))).rowcount
+
+    # -- waiting for work -------------------------------------------------------------------------------------------
+
+    def watch(self, engine: Engine) -> Watch:
+        """Something that tells cheaply whether there may be new work. By default nothing does, and workers poll."""
+        return Watch()
+
+    def ready(self, connection: Connection, topic: str, now: float) -> bool:
+        """Whether a claim would find something: an event that is due, or a lease to recover."""
+        return bool(connection.execute(_READY, {"of_topic": topic, "now": now}).scalar_one())
+
+    # -- asking -----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def count(self, connection: Connection, condition: str, now: float | None = None) -> Count:
+        """How many rows hold under ``condition`` (one of the schema's), at a cost that stays small."""
+
+    @abstractmethod
+    def damage(self, connection: Connection) -> str | None:
+        """What the database itself finds wrong with its files, content-free; None when it is whole."""
+
+    @abstractmethod
+    def advice(self, connection: Connection) -> str | None:
+        """A setting of the host's database that we would change, in one sentence; None when there is none."""
+
+    def expired_leases(self, connection: Connection, now: float) -> int:
+        """How many leases ended at or before ``now`` and have not been recovered."""
+        expired = select(func.count()).select_from(event).where(LEASED, event.c.lease_expires_at <= now)
+        return connection.execute(expired).scalar_one()
+
+    def oldest_due(self, connection: Connection, topics: Iterable[str], now: float) -> float | None:
+        """Since when the longest-due event has been due: the head of the due index, topic by topic."""
+        due_since = func.min(event.c.next_attempt_at)
+        heads = [
+            connection.execute(select(due_since).where(DUE, event.c.topic == topic)).scalar_one() for topic in topics
+        ]
+        return min((head for head in heads if head is not None and head <= now), default=None)
+
+    # -- shared statements, built once per process and cached compiled ----------------------------------------------
+
+    def __init__(self) -> None:
+        self._recover = self._recover_statement()
+        self._lease = self._lease_statement()
+
+    @abstractmethod
+    def _token(self) -> ColumnElement[str]:
+        """An expression the database evaluates to a new unguessable token for each row."""
+
+    @abstractmethod
+    def _chosen(self, picked: Select[tuple[int]]) -> ColumnElement[bool]:
+        """The condition that a row's id is among ``picked``, evaluated once."""
+
+    @staticmethod
+    def _pick(*conditions: ColumnElement[bool]) -> Select[tuple[int]]:
+        # SKIP LOCKED: nothing we do waits for a row that somebody else is changing. SQLite has one writer and compiles
+        # this to nothing.
+        return select(event.c.id).where(*conditions).with_for_update(skip_locked=True)
+
+    def _recover_statement(self) -> ReturningUpdate[Any]:
+        now = bindparam("now", type_=event.c.updated_at.type)
+        expired = self._pick(
+            LEASED,
+            event.c.lease_expires_at <= now,
+            event.c.lease_expires_at >= bindparam("floor", type_=event.c.lease_expires_at.type),
+        )
+        spent = event.c.attempts >= event.c.max_attempts
+        return (
+            update(event)
+            .where(self._chosen(expired.order_by(event.c.lease_expires_at).limit(bindparam("limit"))))
+            .values(
+                status=case((spent, "failed"), else_="retry_wait"),
+                next_attempt_at=case((spent, event.c.next_attempt_at), else_=now),
+                last_error_code="lease_expired",
+                last_error_detail_hash=null(),
+                updated_at=now,
+                **NO_LEASE,
+            )
+            .returning(event.c.id, event.c.topic, event.c.event_id, event.c.status, event.c.attempts)
+        )
+
+    def _lease_statement(self) -> ReturningUpdate[Any]:
+        now = bindparam("now", type_=event.c.updated_at.type)
+        due = self._pick(
+            event.c.topic == bindparam("of_topic"),
+            DUE,
+            event.c.next_attempt_at <= now,
+            event.c.next_attempt_at >= bindparam("floor", type_=event.c.next_attempt_at.type),
+            event.c.attempts < event.c.max_attempts,
+        )
+        return (
+            update(event)
+            .where(
+                self._chosen(due.order_by(event.c.next_attempt_at, event.c.id).limit(bindparam("limit"))),
+            )
+            .values(
+                status="leased",
+                attempts=event.c.attempts + 1,
+                lease_owner=bindparam("owner"),
+                lease_token=self._token(),
+                lease_expires_at=bindparam("expires_at", type_=event.c.lease_expires_at.type),
+                last_error_code=null(),
+                last_error_detail_hash=null(),
+                updated_at=now,
+            )
+            .returning(*CLAIM_COLUMNS)
+        )
+
+
+_READY = select(
+    or_(
+        exists().where(
+            event.c.topic == bindparam("of_topic"),
+            DUE,
+            event.c.next_attempt_at <= bindparam("now"),
+            event.c.attempts < event.c.max_attempts,
+        ),
+        exists().where(LEASED, event.c.lease_expires_at <= bindparam("now")),
+    )
+)
+
+
+def lease_end(now: float, lease_seconds: float) -> float:
+    """When a lease taken at ``now`` ends: always later than ``now``, however short it is or far off the clock."""
+    return max(now + lease_seconds, math.nextafter(now, math.inf))
+
+
+def insert_values(rows: Sequence[NewEvent]) -> list[dict[str, Any]]:
+    """The columns of new rows that are known before the clock is."""
+    return [{**row._asdict(), "status": "pending", "attempts": 0, "redrives": 0} for row in rows]
+

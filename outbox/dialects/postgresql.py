@@ -1,0 +1,273 @@
+"""PostgreSQL: many workers at once, row locks that skip each other, and one clock for all hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+from sqlalchemy import (
+    BigInteger,
+    Connection,
+    Double,
+    Engine,
+    Integer,
+    Row,
+    Text,
+    any_,
+    bindparam,
+    cast,
+    column,
+    func,
+    literal,
+    literal_column,
+    select,
+    text,
+    update,
+)
+from sqlalchemy.dialects.postgresql import ARRAY, insert
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.sql import ColumnElement, Select, TableValuedAlias
+from sqlalchemy.types import TypeEngine
+
+from outbox import schema
+from outbox.dialects.base import NO_LEASE, Change, Count, Dialect, NewEvent, Pulse, event, insert_values
+from outbox.errors import DatabaseError, OutboxError, SchemaError
+from outbox.records import Claim
+
+#: Above so many rows, a count in ``health`` is the planner's estimate.
+EXACT_UP_TO: Final = 50_000
+
+_MISSING: Final = {"42P01", "42703", "42P10", "3F000"}  # undefined table or column, no such ON CONFLICT target, schema
+_BUSY: Final = {"55P03", "57014", "40001", "40P01"}  # lock not available, canceled, serialization failure, deadlock
+
+# One statement for the clock and for what changes when the schema does; a missing table raises or returns no row.
+_PULSE = text(
+    "SELECT extract(epoch FROM clock_timestamp())::double precision AS now,"
+    f" (SELECT string_agg(version_num, ',') FROM {schema.VERSION_TABLE}) AS revision, c.relchecks,"
+    " (SELECT count(*) FROM pg_attribute WHERE attrelid = c.oid AND attnum > 0 AND NOT attisdropped) AS columns,"
+    " (SELECT count(*) FROM pg_index WHERE indrelid = c.oid AND indisvalid) AS indexes"
+    f" FROM pg_class AS c WHERE c.oid = to_regclass('{schema.EVENT_TABLE}')"
+)
+# Several connections may reach one database under several names (a pooler's port, a socket), so names prove nothing.
+_IDENTITY = text(
+    "SELECT d.oid, pg_postmaster_start_time(), to_regclass(:table)::oid"
+    " FROM pg_database AS d WHERE d.datname = current_database()"
+)
+
+
+class PostgreSQLDialect(Dialect):
+    name = "postgresql"
+    shared_clock = True
+
+    # -- transactions -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def begin(self, engine: Engine, *, write: bool = True) -> Iterator[Connection]:
+        # READ COMMITTED whatever the host's default: under REPEATABLE READ a claim that meets another's would abort
+        # instead of taking the next row.
+        with self.mapped_errors(), engine.connect() as connection:
+            connection = connection.execution_options(isolation_level="READ COMMITTED")
+            with connection.begin():
+                yield connection
+
+    def pulse(self, connection: Connection) -> Pulse:
+        row = connection.execute(_PULSE).one_or_none()
+        return Pulse(0.0, ()) if row is None else Pulse(row.now, tuple(row)[1:])
+
+    def in_transaction(self, connection: Connection) -> bool:
+        raw = connection.connection.dbapi_connection
+        return not getattr(raw, "autocommit", False)
+
+    def identity(self, connection: Connection) -> tuple[Any, ...]:
+        return tuple(connection.execute(_IDENTITY, {"table": schema.EVENT_TABLE}).one())
+
+    def translate(self, error: SQLAlchemyError) -> OutboxError:
+        original = error.orig if isinstance(error, DBAPIError) else None
+        state = getattr(original, "sqlstate", None)
+        found = f"SQLSTATE {state}" if state else type(original or error).__name__
+        if state in _MISSING:
+            return SchemaError(
+                "dispatch.schema_altered", expected=f"revision {schema.HEAD_REVISION}: run `outbox migrate`", found=found
+            )
+        return DatabaseError("dispatch.database_busy" if state in _BUSY else "dispatch.database_unavailable", found=found)
+
+    # -- writing ----------------------------------------------------------------------------------------------------
+
+    def insert(self, connection: Connection, rows: Sequence[NewEvent], now: float | None) -> Sequence[Row[Any]]:
+        if len(rows) == 1:
+            statement = _INSERT if now is None else _INSERT_AT
+            return connection.execute(statement, {**insert_values(rows)[0], "now": now}).all()
+        statement = _INSERT_MANY if now is None else _INSERT_MANY_AT
+        parameters = _arrays(NewEvent._fields, rows)
+        return connection.execute(statement, {**parameters, "now": now}).all()
+
+    def settle(self, connection: Connection, changes: Sequence[Change], now: float) -> set[int]:
+        changes = sorted(changes, key=lambda change: change.claim.id)  # one order of locking, so no deadlocks
+        parameters = {
+            **_arrays(_FENCE_TYPES, (change.claim for change in changes)),
+            **_arrays(_CHANGE_TYPES, changes),
+            "now": now,
+        }
+        return set(connection.execute(_SETTLE, parameters).scalars())
+
+    def renew(self, connection: Connection, claims: Sequence[Claim], expires_at: float, now: float) -> set[int]:
+        claims = sorted(claims, key=lambda claim: claim.id)
+        parameters = {**_arrays(_FENCE_TYPES, claims), "expires_at": expires_at, "now": now}
+        return set(connection.execute(_RENEW, parameters).scalars())
+
+    # -- asking -----------------------------------------------------------------------------------------------------
+
+    def count(self, connection: Connection, condition: str, now: float | None = None) -> Count:
+        some = _rows(condition, now).limit(EXACT_UP_TO + 1).subquery()
+        rows = connection.execute(select(func.count()).select_from(some)).scalar_one()
+        if rows <= EXACT_UP_TO:
+            return Count(rows, exact=True)
+        wanted = str(_rows(condition, now).compile(connection, compile_kwargs={"literal_binds": True}))
+        plan = connection.exec_driver_sql(f"EXPLAIN (FORMAT JSON) {wanted}").scalar_one()
+        return Count(max(rows, plan[0]["Plan"]["Plan Rows"]), exact=False)
+
+    def damage(self, connection: Connection) -> str | None:
+        invalid = connection.execute(_INVALID_INDEXES).scalar_one()
+        failures = connection.execute(_CHECKSUM_FAILURES).scalar_one()
+        if invalid:
+            return f"{invalid} invalid indexes on {schema.EVENT_TABLE}"
+        return f"{failures} page checksum failures" if failures else None
+
+    def advice(self, connection: Connection) -> str | None:
+        return None
+
+    # -- shared statements ------------------------------------------------------------------------------------------
+
+    def _token(self) -> ColumnElement[str]:
+        return func.replace(cast(func.gen_random_uuid(), Text), "-", "")
+
+    def _chosen(self, picked: Select[tuple[int]]) -> ColumnElement[bool]:
+        # An array, not a join: whatever the statistics say, it is evaluated once and its rows found by primary key.
+        return event.c.id == any_(func.array(picked.scalar_subquery()))
+
+
+_CLOCK = literal_column("extract(epoch FROM statement_timestamp())::double precision", Double())
+_GIVEN = bindparam("now", type_=Double())
+
+
+def _insert_one(now: ColumnElement[float]) -> Any:
+    return _idempotent(insert(event).values(next_attempt_at=now, created_at=now, updated_at=now))
+
+
+def _insert_many(now: ColumnElement[float]) -> Any:
+    """All rows in one statement of constant text.
+
+    Ids are drawn in the order given, since that is the due order of equal times; rows are then inserted in the order of
+    their event ids, so that two hosts with overlapping batches wait for each other instead of deadlocking.
+    """
+    given = _unnest({name: event.c[name].type for name in NewEvent._fields})
+    next_id = func.nextval(func.pg_get_serial_sequence(schema.EVENT_TABLE, "id"))
+    numbered = select(next_id.label("id"), *given.c).subquery()
+    constants = {"status": literal("pending"), "attempts": literal(0), "redrives": literal(0)}
+    times = {name: now for name in ("next_attempt_at", "created_at", "updated_at")}
+    columns = [*numbered.c, *constants.values(), *times.values()]
+    ordered = select(*columns).order_by(numbered.c.topic, numbered.c.event_id)
+    names = ["id", *NewEvent._fields, *constants, *times]
+    return _idempotent(insert(event).from_select(names, ordered))
+
+
+def _idempotent(statement: Any) -> Any:
+    target = [event.c.topic, event.c.event_id]
+    return statement.on_conflict_do_nothing(index_elements=target).returning(
+        event.c.id, event.c.event_id, event.c.created_at
+    )
+
+
+def _unnest(types: dict[str, TypeEngine[Any]]) -> TableValuedAlias:
+    arrays = [bindparam(f"all_{name}", type_=ARRAY(kind)) for name, kind in types.items()]
+    columns = [column(name, kind) for name, kind in types.items()]
+    return func.unnest(*arrays).table_valued(*columns, name="given").render_derived()
+
+
+def _arrays(names: Iterable[str], records: Iterable[Any]) -> dict[str, list[Any]]:
+    """The parameters of :func:`_unnest`: one array a column. (A bare column's name would mean the SET clause.)"""
+    records = list(records)
+    return {f"all_{name}": [getattr(record, name) for record in records] for name in names}
+
+
+_FENCE_TYPES: Final[dict[str, TypeEngine[Any]]] = {
+    "id": BigInteger(),
+    "lease_token": Text(),
+    "lease_owner": Text(),
+    "attempt": Integer(),
+    "max_attempts": Integer(),
+    "payload_sha256": Text(),
+    "lease_expires_at": Double(),
+}
+_CHANGE_TYPES: Final[dict[str, TypeEngine[Any]]] = {
+    "status": Text(),
+    "attempts": Integer(),
+    "next_attempt_at": Double(),
+    "error_code": Text(),
+    "detail_hash": Text(),
+    "receipt": Text(),
+    "response_sha256": Text(),
+}
+
+
+def _live(given: TableValuedAlias) -> list[ColumnElement[bool]]:
+    """The fence. Located by primary key and proven by the token.
+
+    No ``status = 'leased'`` here: it would invite the planner to the small-looking index of leases, where under an old
+    snapshot it walks over every dead entry. A token is only ever set on a leased row.
+    """
+    return [
+        event.c.id == given.c.id,
+        event.c.lease_token == given.c.lease_token,
+        event.c.lease_owner == given.c.lease_owner,
+        event.c.attempts == given.c.attempt,
+        event.c.max_attempts == given.c.max_attempts,
+        event.c.payload_sha256 == given.c.payload_sha256,
+        event.c.lease_expires_at == given.c.lease_expires_at,
+        event.c.lease_expires_at > _GIVEN,
+        event.c.updated_at <= _GIVEN,
+    ]
+
+
+def _settle() -> Any:
+    given = _unnest({**_FENCE_TYPES, **_CHANGE_TYPES})
+    changed = update(event).where(*_live(given))
+    return changed.values(
+        status=given.c.status,
+        attempts=given.c.attempts,
+        next_attempt_at=func.coalesce(given.c.next_attempt_at, event.c.next_attempt_at),
+        last_error_code=given.c.error_code,
+        last_error_detail_hash=given.c.detail_hash,
+        receipt=given.c.receipt,
+        response_sha256=given.c.response_sha256,
+        updated_at=_GIVEN,
+        **NO_LEASE,
+    ).returning(event.c.id)
+
+
+def _renew() -> Any:
+    given = _unnest(_FENCE_TYPES)
+    changed = update(event).where(*_live(given))
+    expires_at = bindparam("expires_at", type_=Double())
+    return changed.values(lease_expires_at=expires_at, updated_at=_GIVEN).returning(event.c.id)
+
+
+def _rows(condition: str, now: float | None) -> Select[Any]:
+    statement = select(event.c.id).where(schema.predicate(condition))
+    return statement if now is None else statement.where(event.c.next_attempt_at <= now)
+
+
+_INSERT = _insert_one(_CLOCK)
+_INSERT_AT = _insert_one(_GIVEN)
+_INSERT_MANY = _insert_many(_CLOCK)
+_INSERT_MANY_AT = _insert_many(_GIVEN)
+_SETTLE = _settle()
+_RENEW = _renew()
+
+_INVALID_INDEXES = text(
+    f"SELECT count(*) FROM pg_index WHERE indrelid = to_regclass('{schema.EVENT_TABLE}') AND NOT indisvalid"
+)
+_CHECKSUM_FAILURES = text(
+    "SELECT coalesce(sum(checksum_failures), 0)::bigint FROM pg_stat_database WHERE datname = current_database()"
+)

@@ -1,0 +1,279 @@
+"""SQLite: one writer at a time, so every transaction of ours takes the write lock when it begins."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+from sqlalchemy import Connection, Engine, PoolProxiedConnection, Row, bindparam, func, select, text, update
+from sqlalchemy.dialects.sqlite import insert
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.sql import ColumnElement, Select
+
+from outbox import schema
+from outbox.dialects.base import NO_LEASE, Change, Count, Dialect, NewEvent, Pulse, Watch, event, insert_values
+from outbox.errors import DatabaseError, OutboxError, SchemaError
+from outbox.records import Claim
+
+#: A host that set no busy timeout (or a short one) still gets this much patience on transactions of ours, in seconds.
+PATIENCE: Final = 5.0
+_LONGEST_NAP: Final = 0.05
+
+_PULSE = text(
+    f"SELECT (SELECT group_concat(version_num) FROM {schema.VERSION_TABLE}) AS revision, schema_version"
+    " FROM pragma_schema_version"
+)
+_BUSY: Final = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
+
+
+class SQLiteDialect(Dialect):
+    name = "sqlite"
+    shared_clock = False
+
+    # -- transactions -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def begin(self, engine: Engine, *, write: bool = True) -> Iterator[Connection]:
+        # BEGIN IMMEDIATE, since a transaction that reads first and then writes cannot wait for another writer: SQLite
+        # refuses the upgrade at once ("database is locked") whatever the busy timeout is.
+        with self.mapped_errors(), engine.connect() as connection:
+            raw = connection.connection.dbapi_connection
+            assert isinstance(raw, sqlite3.Connection)
+            with _explicit_transactions(raw):
+                _patiently(connection, "BEGIN IMMEDIATE" if write else "BEGIN")
+                try:
+                    yield connection
+                    _patiently(connection, "COMMIT")  # which waits for readers where there is no WAL
+                finally:
+                    if raw.in_transaction:  # not so after errors on which SQLite itself rolled back
+                        raw.execute("ROLLBACK")
+
+    def pulse(self, connection: Connection) -> Pulse:
+        return Pulse(time.time(), tuple(connection.execute(_PULSE).one()))
+
+    def in_transaction(self, connection: Connection) -> bool:
+        raw = connection.connection.dbapi_connection
+        assert isinstance(raw, sqlite3.Connection)
+        if connection.get_execution_options().get("isolation_level") == "AUTOCOMMIT":
+            return False
+        if raw.in_transaction or _begins_by_itself(raw):
+            return True
+        # A host that begins transactions in a listener (SQLAlchemy's own recipe) has not done so before the first
+        # statement. Beginning is what that statement would do anyway.
+        if not connection.in_transaction():
+            begun = connection.begin()
+            if not raw.in_transaction:
+                begun.rollback()
+        return raw.in_transaction
+
+    def identity(self, connection: Connection) -> tuple[Any, ...]:
+        path = connection.execute(text("SELECT file FROM pragma_database_list WHERE name = 'main'")).scalar()
+        if not path:  # a database in memory belongs to its connection
+            return ("memory", id(connection.connection.dbapi_connection))
+        found = os.stat(path)
+        return (found.st_dev, found.st_ino)
+
+    def translate(self, error: SQLAlchemyError) -> OutboxError:
+        original = error.orig if isinstance(error, DBAPIError) else None
+        if _is_busy(original):
+            return DatabaseError("dispatch.database_busy", found="SQLITE_BUSY")
+        said = str(original)
+        if said.startswith(("no such table: outbox", "no such column", "table outbox_event has no column")):
+            return SchemaError("dispatch.schema_altered", expected=f"revision {schema.HEAD_REVISION}: run `outbox migrate`")
+        found = getattr(original, "sqlite_errorname", None) or type(original or error).__name__
+        return DatabaseError("dispatch.database_unavailable", found=found)
+
+    # -- writing ----------------------------------------------------------------------------------------------------
+
+    def insert(self, connection: Connection, rows: Sequence[NewEvent], now: float | None) -> Sequence[Row[Any]]:
+        created = time.time() if now is None else now
+        times = {"next_attempt_at": created, "created_at": created, "updated_at": created}
+        return connection.execute(_INSERT, [{**values, **times} for values in insert_values(rows)]).all()
+
+    def settle(self, connection: Connection, changes: Sequence[Change], now: float) -> set[int]:
+        live = self._live(connection, [change.claim for change in changes], now)
+        won = [change for change in changes if change.claim.id in live]
+        if won:
+            connection.execute(_SETTLE, [_settle_parameters(change, now) for change in won])
+        return live
+
+    def renew(self, connection: Connection, claims: Sequence[Claim], expires_at: float, now: float) -> set[int]:
+        live = self._live(connection, claims, now)
+        if live:
+            connection.execute(_RENEW, {"ids": sorted(live), "expires_at": expires_at, "now": now})
+        return live
+
+    @staticmethod
+    def _live(connection: Connection, claims: Sequence[Claim], now: float) -> set[int]:
+        """Which claims are live. The write lock is ours, so what is read here still holds when we write."""
+        rows = connection.execute(_FENCE, {"ids": [claim.id for claim in claims], "now": now})
+        fences = {row.id: tuple(row) for row in rows}
+        return {claim.id for claim in claims if fences.get(claim.id) == _fence(claim)}
+
+    # -- waiting for work -------------------------------------------------------------------------------------------
+
+    def watch(self, engine: Engine) -> Watch:
+        return _DataVersion(engine)
+
+    # -- asking -----------------------------------------------------------------------------------------------------
+
+    def count(self, connection: Connection, condition: str, now: float | None = None) -> Count:
+        return Count(connection.execute(_count(condition, now)).scalar_one(), exact=True)
+
+    def damage(self, connection: Connection) -> str | None:
+        found = connection.execute(text("PRAGMA quick_check(1)")).scalars().all()
+        return None if found == ["ok"] else "PRAGMA quick_check reports a fault"
+
+    def advice(self, connection: Connection) -> str | None:
+        mode = connection.execute(text("PRAGMA journal_mode")).scalar()
+        if mode == "wal":
+            return None
+        return f"journal_mode is {mode}: with WAL (PRAGMA journal_mode=WAL) readers and the worker do not block each other"
+
+    # -- shared statements ------------------------------------------------------------------------------------------
+
+    def _token(self) -> ColumnElement[str]:
+        return func.lower(func.hex(func.randomblob(16)))
+
+    def _chosen(self, picked: Select[tuple[int]]) -> ColumnElement[bool]:
+        return event.c.id.in_(picked)
+
+
+class _DataVersion(Watch):
+    """``PRAGMA data_version`` changes on a connection when any other connection commits. It reads one page's header:
+    a few microseconds, and no lock held."""
+
+    interval = 0.008
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._connection: PoolProxiedConnection | None = None
+        self._seen: int | None = None
+
+    def changed(self) -> bool:
+        if self._connection is None:
+            self._connection = self._engine.raw_connection()
+        try:
+            (version,) = self._connection.cursor().execute("PRAGMA data_version").fetchone()
+        except sqlite3.Error:
+            self.close()
+            return True  # let the claim that follows say what is wrong
+        changed, self._seen = version != self._seen, version
+        return changed
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+_INSERT = insert(event).on_conflict_do_nothing().returning(event.c.id, event.c.event_id, event.c.created_at)
+
+_FENCE = select(
+    event.c.id,
+    event.c.lease_token,
+    event.c.lease_owner,
+    event.c.attempts,
+    event.c.max_attempts,
+    event.c.payload_sha256,
+    event.c.lease_expires_at,
+).where(
+    event.c.id.in_(bindparam("ids", expanding=True)),
+    event.c.lease_expires_at > bindparam("now"),
+    event.c.updated_at <= bindparam("now"),
+)
+
+_SETTLE = (
+    update(event)
+    .where(event.c.id == bindparam("row_id"))
+    .values(
+        status=bindparam("new_status"),
+        attempts=bindparam("new_attempts"),
+        next_attempt_at=func.coalesce(bindparam("due_at"), event.c.next_attempt_at),
+        last_error_code=bindparam("error_code"),
+        last_error_detail_hash=bindparam("detail_hash"),
+        receipt=bindparam("new_receipt"),
+        response_sha256=bindparam("new_response_sha256"),
+        updated_at=bindparam("now"),
+        **NO_LEASE,
+    )
+)
+
+_RENEW = (
+    update(event)
+    .where(event.c.id.in_(bindparam("ids", expanding=True)))
+    .values(lease_expires_at=bindparam("expires_at"), updated_at=bindparam("now"))
+)
+
+
+def _count(condition: str, now: float | None) -> Select[tuple[int]]:
+    statement = select(func.count()).select_from(event).where(schema.predicate(condition))
+    return statement if now is None else statement.where(event.c.next_attempt_at <= now)
+
+
+def _fence(claim: Claim) -> tuple[Any, ...]:
+    return (
+        claim.id, claim.lease_token, claim.lease_owner, claim.attempt, claim.max_attempts, claim.payload_sha256,
+        claim.lease_expires_at,
+    )  # fmt: skip
+
+
+def _settle_parameters(change: Change, now: float) -> dict[str, Any]:
+    return {
+        "row_id": change.claim.id,
+        "new_status": change.status,
+        "new_attempts": change.attempts,
+        "due_at": change.next_attempt_at,
+        "error_code": change.error_code,
+        "detail_hash": change.detail_hash,
+        "new_receipt": change.receipt,
+        "new_response_sha256": change.response_sha256,
+        "now": now,
+    }
+
+
+def _is_busy(error: BaseException | None) -> bool:
+    code = getattr(error, "sqlite_errorcode", None)
+    return code is not None and code & 0xFF in _BUSY  # the low byte is the primary code of an extended one
+
+
+def _patiently(connection: Connection, statement: str) -> None:
+    """Execute BEGIN or COMMIT, waiting for other writers and readers."""
+    deadline = time.monotonic() + PATIENCE
+    nap = 0.001
+    while True:
+        try:
+            connection.exec_driver_sql(statement)
+            return
+        except DBAPIError as error:
+            if not _is_busy(error.orig) or time.monotonic() >= deadline:
+                raise
+        time.sleep(nap)
+        nap = min(nap * 2, _LONGEST_NAP)
+
+
+def _legacy_control(raw: sqlite3.Connection) -> bool:
+    """Whether ``isolation_level`` rules, as always before Python 3.12, or the newer ``autocommit`` attribute."""
+    return not isinstance(getattr(raw, "autocommit", None), bool)
+
+
+def _begins_by_itself(raw: sqlite3.Connection) -> bool:
+    if _legacy_control(raw):
+        return raw.isolation_level is not None
+    return not raw.autocommit  # type: ignore[attr-defined, unused-ignore]
+
+
+@contextmanager
+def _explicit_transactions(raw: sqlite3.Connection) -> Iterator[None]:
+    """Take BEGIN and COMMIT into our own hands for a while, then give the connection back as the host set it."""
+    attribute, ours = ("isolation_level", None) if _legacy_control(raw) else ("autocommit", True)
+    before = getattr(raw, attribute)
+    setattr(raw, attribute, ours)
+    try:
+        yield
+    finally:
+        setattr(raw, attribute, before)

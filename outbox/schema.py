@@ -1,0 +1,149 @@
+"""The table as SQLAlchemy Core metadata: what the migrations make and what a database is compared with."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from sqlalchemy import (
+    DDL,
+    BigInteger,
+    Boolean,
+    CheckConstraint,
+    Column,
+    Double,
+    Identity,
+    Index,
+    Integer,
+    MetaData,
+    Table,
+    Text,
+    UniqueConstraint,
+    event,
+    literal_column,
+    text,
+)
+from sqlalchemy.sql import ColumnElement
+
+#: The newest migration. Kept here, not read from Alembic, so that ``import outbox`` needs no Alembic; a test compares.
+HEAD_REVISION: Final = "0001"
+#: A version table of our own leaves the host's own Alembic history alone.
+VERSION_TABLE: Final = "outbox_alembic_version"
+EVENT_TABLE: Final = "outbox_event"
+
+metadata = MetaData()
+
+# Predicates are spelled as PostgreSQL prints them back (no IN, no BETWEEN), so that one text serves both databases and
+# can be compared with what is found there.
+DUE = "status = 'pending' OR status = 'retry_wait'"
+LEASED = "status = 'leased'"
+WAITING = "status = 'waiting'"
+RETRY_WAIT = "status = 'retry_wait'"
+SUCCEEDED = "status = 'succeeded'"
+FAILED = "status = 'failed'"
+ORDERING_HEAD = (
+    "(status = 'pending' OR status = 'leased' OR status = 'retry_wait') AND ordering_key IS NOT NULL"
+)
+
+#: What ``health`` counts, each over a partial index of its own; ``due`` is pending and retry_wait together.
+COUNTED: Final[dict[str, str]] = {
+    "due": DUE,
+    "waiting": WAITING,
+    "leased": LEASED,
+    "retry_wait": RETRY_WAIT,
+    "succeeded": SUCCEEDED,
+    "failed": FAILED,
+}
+
+
+def predicate(condition: str) -> ColumnElement[bool]:
+    """One of the predicates above, to the letter: a planner matches a partial index by its text."""
+    return literal_column(f"({condition})", Boolean())
+
+
+outbox_event = Table(
+    EVENT_TABLE,
+    metadata,
+    Column("id", BigInteger().with_variant(Integer, "sqlite"), Identity(always=False), primary_key=True),
+    Column("topic", Text, nullable=False),
+    Column("event_id", Text, nullable=False),
+    Column("payload", Text, nullable=False),
+    Column("payload_sha256", Text, nullable=False),
+    Column("ordering_key", Text),
+    Column("headers", Text),
+    Column("status", Text, nullable=False),
+    Column("attempts", Integer, nullable=False),
+    Column("max_attempts", Integer, nullable=False),
+    Column("redrives", Integer, nullable=False),
+    Column("next_attempt_at", Double, nullable=False),
+    Column("lease_owner", Text),
+    Column("lease_token", Text),
+    Column("lease_expires_at", Double),
+    Column("last_error_code", Text),
+    Column("last_error_detail_hash", Text),
+    Column("receipt", Text),
+    Column("response_sha256", Text),
+    Column("created_at", Double, nullable=False),
+    Column("updated_at", Double, nullable=False),
+    UniqueConstraint("topic", "event_id", name="uq_outbox_event_topic_event_id"),
+    CheckConstraint(
+        "status = 'pending' OR status = 'waiting' OR status = 'leased' OR status = 'retry_wait'"
+        " OR status = 'succeeded' OR status = 'failed'",
+        name="ck_outbox_event_status",
+    ),
+    CheckConstraint(
+        "(status = 'leased') = (lease_owner IS NOT NULL)"
+        " AND (status = 'leased') = (lease_token IS NOT NULL)"
+        " AND (status = 'leased') = (lease_expires_at IS NOT NULL)",
+        name="ck_outbox_event_lease",
+    ),
+    CheckConstraint(
+        "(status = 'retry_wait' OR status = 'failed') = (last_error_code IS NOT NULL)"
+        " AND (last_error_code IS NOT NULL OR last_error_detail_hash IS NULL)",
+        name="ck_outbox_event_error",
+    ),
+    CheckConstraint(
+        "(status = 'succeeded') = (receipt IS NOT NULL) AND (status = 'succeeded') = (response_sha256 IS NOT NULL)",
+        name="ck_outbox_event_receipt",
+    ),
+    CheckConstraint(
+        "attempts >= 0 AND attempts <= max_attempts AND max_attempts >= 1 AND max_attempts <= 20 AND redrives >= 0",
+        name="ck_outbox_event_attempts",
+    ),
+    CheckConstraint(
+        "created_at >= 0 AND next_attempt_at >= created_at AND updated_at >= created_at"
+        " AND (lease_expires_at IS NULL OR lease_expires_at > updated_at)",
+        name="ck_outbox_event_times",
+    ),
+    CheckConstraint("length(payload_sha256) = 64", name="ck_outbox_event_payload_sha256"),
+)
+
+
+def _partial(name: str, *columns: str, where: str, unique: bool = False) -> Index:
+    predicate = text(where)
+    return Index(
+        name,
+        *(outbox_event.c[column] for column in columns),
+        unique=unique,
+        postgresql_where=predicate,
+        sqlite_where=predicate,
+    )
+
+
+_partial("ix_outbox_event_due", "topic", "next_attempt_at", "id", where=DUE)
+_partial("ix_outbox_event_lease", "lease_expires_at", where=LEASED)
+_partial("uq_outbox_event_ordering_head", "topic", "ordering_key", where=ORDERING_HEAD, unique=True)
+_partial("ix_outbox_event_waiting", "topic", "ordering_key", "id", where=WAITING)
+# For health and for purge: without them both would walk the whole table.
+_partial("ix_outbox_event_retry_wait", "next_attempt_at", where=RETRY_WAIT)
+_partial("ix_outbox_event_succeeded", "updated_at", where=SUCCEEDED)
+_partial("ix_outbox_event_failed", "updated_at", where=FAILED)
+
+# Each row is written three times and then left alone. A page keeps room for a row's later versions, and dead ones are
+# cleaned after a fixed number of changes rather than after a fifth of a table that mostly holds settled rows.
+STORAGE_PARAMETERS: Final = (
+    "ALTER TABLE outbox_event SET (fillfactor = 70, autovacuum_vacuum_scale_factor = 0,"
+    " autovacuum_vacuum_threshold = 5000, autovacuum_vacuum_insert_scale_factor = 0,"
+    " autovacuum_vacuum_insert_threshold = 50000, autovacuum_analyze_scale_factor = 0,"
+    " autovacuum_analyze_threshold = 10000)"
+)
+event.listen(outbox_event, "after_create", DDL(STORAGE_PARAMETERS).execute_if(dialect="postgresql"))

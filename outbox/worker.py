@@ -1,0 +1,449 @@
+"""The worker: one thread talks to the database, many talk to the destinations.
+
+The thread that calls :meth:`Worker.run` claims in batches, renews, and settles in micro-batches; each topic has a lane
+of sender threads of its own, so that a slow destination holds up nobody else. The two sides meet in queues only.
+
+Leases are the database's business, and the database's clock judges them. Here a lease is a deadline on the machine's
+monotonic clock, counted from before the claim was asked for: always on the safe side of the real one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import queue
+import random
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from outbox.contracts.base import Destination
+from outbox.errors import DatabaseError, InputError
+from outbox.records import Claim, Failure, Result, Settled
+from outbox.dialects.base import Watch
+from outbox.store import MAX_BATCH, Outbox, check_destination, deliver
+from outbox.values import check_int, check_seconds, check_token
+
+logger = logging.getLogger("outbox.worker")
+
+#: A result waits so long for company before it is settled, in seconds.
+FLUSH_SECONDS: Final = 0.005
+#: Idle polling backs off between these, in seconds. A watch that can tell of new work makes the longest the floor.
+SHORTEST_POLL: Final = 0.02
+LONGEST_POLL: Final = 1.0
+#: After a database error, in seconds; doubled up to the longest, and jittered so that workers do not return as one.
+SHORTEST_OUTAGE_PAUSE: Final = 0.1
+LONGEST_OUTAGE_PAUSE: Final = 5.0
+#: A destination that overruns its own timeout is believed for so many more leases; then the event is left to others.
+MAX_RENEWALS: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStats:
+    """What a worker has done since it started; every number counts events."""
+
+    claimed: int = 0
+    succeeded: int = 0
+    retried: int = 0
+    failed: int = 0
+    lost: int = 0
+    released: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A claim in this worker's hands, and until when it surely is."""
+
+    claim: Claim
+    deadline: float
+    started_at: float | None = None
+    renewals: int = 0
+    lost: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """One topic: its destination, its senders and the claims that wait for them."""
+
+    topic: str
+    destination: Destination
+    concurrency: int
+    capacity: int
+    waiting: queue.SimpleQueue[_Held | None] = field(default_factory=queue.SimpleQueue)
+    in_hand: int = 0
+    claim_at: float = 0.0
+    pause: float = SHORTEST_POLL
+    drained: bool = False
+
+    @property
+    def room(self) -> int:
+        """How many more to claim: none until half the hands are empty, so that claims come in batches."""
+        free = self.capacity - self.in_hand
+        return free if 2 * free >= self.capacity else 0
+
+
+class Worker:
+    """Delivers a database's due events until told to stop.
+
+    Args:
+        outbox: the outbox to claim from.
+        destinations: where each topic's events go; every topic needs a contract in the outbox.
+        worker_id: a token of at most 128 characters, unique among live workers; by default host, pid and a random part.
+        concurrency: sender threads for each topic.
+        batch: how many events one claim or settle moves at most.
+        lease_seconds: how long a claim is ours; must outlast every destination's timeout.
+        grace_seconds: how long a stopping worker waits for deliveries in flight.
+        observer: called with every settled line, on the thread that runs the worker; must be quick.
+
+    Raises:
+        InputError: ``dispatch.topic_unknown``, ``dispatch.client_invalid``, ``dispatch.lease_invalid``,
+            ``dispatch.lease_too_short``, ``dispatch.worker_invalid``, ``dispatch.limit_invalid``.
+    """
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        destinations: Mapping[str, Destination],
+        *,
+        worker_id: str | None = None,
+        concurrency: int = 16,
+        batch: int = 100,
+        lease_seconds: float = 600,
+        grace_seconds: float = 20,
+        observer: Callable[[Settled], None] | None = None,
+    ) -> None:
+        self.worker_id = check_token(worker_id or _unique_id(), code="dispatch.worker_invalid", longest=128)
+        check_int(concurrency, code="dispatch.limit_invalid", lowest=1, highest=MAX_BATCH)
+        check_int(batch, code="dispatch.limit_invalid", lowest=1, highest=MAX_BATCH)
+        if not destinations or not set(destinations) <= set(outbox.topics):
+            raise InputError("dispatch.topic_unknown", expected=f"destinations for any of: {', '.join(outbox.topics)}")
+        for destination in destinations.values():
+            check_destination(destination, lease_seconds)
+        self._outbox = outbox
+        self._batch = batch
+        self._lease_seconds = float(lease_seconds)
+        self._grace_seconds = check_seconds(grace_seconds, code="dispatch.limit_invalid", zero=True)
+        self._observer = observer
+        self._lanes = [self._lane(topic, each, concurrency) for topic, each in destinations.items()]
+        self._held: dict[int, _Held] = {}
+        self._done: queue.SimpleQueue[tuple[_Held, Result | None] | None] = queue.SimpleQueue()
+        self._results: list[tuple[_Held, Result]] = []
+        self._unsent: list[_Held] = []
+        self._oldest_result_at = 0.0
+        self._stopping = threading.Event()
+        self._outage = _Outage()
+        self._renew_at = 0.0
+        self._counts = dict.fromkeys(WorkerStats.__dataclass_fields__, 0)
+
+    @property
+    def stats(self) -> WorkerStats:
+        """What has been done so far."""
+        return WorkerStats(**self._counts)
+
+    def stop(self) -> None:
+        """Claim no more, finish what is in flight, give back what was never sent, and return from :meth:`run`.
+
+        May be called from any thread and from a signal handler.
+        """
+        self._stopping.set()
+        self._done.put(None)
+
+    def run(self, *, until_idle: bool = False) -> WorkerStats:
+        """Deliver until :meth:`stop` is called, or, with ``until_idle``, until nothing is due any more.
+
+        A database that goes away is waited for; what its leases no longer cover is left to be delivered again.
+
+        Raises:
+            SchemaError: ``dispatch.schema_altered``: the database is no longer the one this program was written for.
+        """
+        watch = self._outbox.watch()
+        senders = self._start_senders()
+        try:
+            while not self._stopping.is_set() and not (until_idle and self._idle()):
+                self._turn(watch)
+            self._wind_down()
+        finally:
+            self._stopping.set()
+            for lane, _ in senders:
+                lane.waiting.put(None)
+            watch.close()
+        return self.stats
+
+    # -- one turn of the loop ---------------------------------------------------------------------------------------
+
+    def _turn(self, watch: Watch) -> None:
+        self._collect(self._patience(watch.interval))
+        if not self._anything_running() and watch.interval is not None and watch.changed():
+            self._expect_work()
+        if self._outage.over():
+            try:
+                self._settle()
+                self._give_back()
+                self._renew()
+                for lane in self._lanes:
+                    self._claim(lane)
+            except DatabaseError as error:
+                self._outage.began(error)
+            else:
+                self._outage.ended()
+        self._forget_expired()
+
+    def _collect(self, patience: float) -> None:
+        """Take what the senders have finished, waiting for the first of it."""
+        try:
+            finished = self._done.get(timeout=patience) if patience > 0 else self._done.get_nowait()
+            while True:
+                if finished is not None:
+                    self._finished(*finished)
+                finished = self._done.get_nowait()
+        except queue.Empty:
+            return
+
+    def _finished(self, held: _Held, result: Result | None) -> None:
+        if result is None:
+            self._unsent.append(held)
+            return
+        if not self._results:
+            self._oldest_result_at = time.monotonic()
+        self._results.append((held, result))
+
+    def _patience(self, watch_interval: float | None) -> float:
+        """How long this thread may sleep before it has something to do on its own."""
+        now = time.monotonic()
+        if not self._outage.over():
+            return max(0.0, min(self._outage.until - now, 0.1))
+        times = [self._renew_at] if self._held else []
+        if self._results or self._unsent:
+            times.append(self._oldest_result_at + FLUSH_SECONDS)
+        times += [lane.claim_at for lane in self._lanes if lane.room]
+        patience = min((at - now for at in times), default=LONGEST_POLL)
+        if watch_interval is not None and not self._anything_running():
+            patience = min(patience, watch_interval)
+        return max(0.0, patience)
+
+    # -- claim ------------------------------------------------------------------------------------------------------
+
+    def _lane(self, topic: str, destination: Destination, concurrency: int) -> _Lane:
+        # In the worst case every delivery takes its whole timeout. Even then what is in hand must be started within
+        # half its lease, and only then is one more round of senders' work claimed ahead.
+        rounds = max(1, int(self._lease_seconds / 2 / destination.timeout))
+        capacity = min(concurrency * rounds, concurrency + self._batch)
+        return _Lane(topic, destination, concurrency, capacity)
+
+    def _claim(self, lane: _Lane) -> None:
+        asked_at = time.monotonic()
+        if asked_at < lane.claim_at or not (room := min(lane.room, self._batch)):
+            return
+        # Reading first keeps an idle worker from taking SQLite's write lock at every commit of the host's.
+        claims: list[Claim] = []
+        if lane.pause == SHORTEST_POLL or self._outbox.ready(topic=lane.topic):
+            claims = self._outbox.claim_batch(
+                self.worker_id, topic=lane.topic, limit=room, lease_seconds=self._lease_seconds
+            )
+        for claim in claims:
+            held = _Held(claim, asked_at + self._lease_seconds)
+            self._held[claim.id] = held
+            lane.waiting.put(held)
+        self._counts["claimed"] += len(claims)
+        lane.in_hand += len(claims)
+        self._schedule(lane, full=len(claims) == room, empty=not claims)
+
+    def _schedule(self, lane: _Lane, *, full: bool, empty: bool) -> None:
+        lane.drained = empty
+        if full:
+            lane.pause, lane.claim_at = SHORTEST_POLL, 0.0
+            return
+        lane.claim_at = time.monotonic() + lane.pause
+        lane.pause = min(lane.pause * 2, LONGEST_POLL) if empty else SHORTEST_POLL
+
+    def _expect_work(self) -> None:
+        for lane in self._lanes:
+            lane.claim_at = 0.0
+
+    # -- settle -----------------------------------------------------------------------------------------------------
+
+    def _settle(self, *, at_once: bool = False) -> None:
+        due = at_once or len(self._results) >= self._batch
+        if not self._results or not (due or time.monotonic() >= self._oldest_result_at + FLUSH_SECONDS):
+            return
+        batch = self._results[:MAX_BATCH]
+        # A renewed claim has replaced the one that the sender was given.
+        lines = self._outbox.settle(dataclasses.replace(result, claim=held.claim) for held, result in batch)
+        del self._results[: len(batch)]
+        for line in lines:
+            self._drop(line.claim.id)
+            self._report(line)
+
+    def _give_back(self) -> None:
+        if not self._unsent:
+            return
+        lines = self._outbox.release(held.claim for held in self._unsent if not held.lost)
+        for held in self._unsent:
+            self._drop(held.claim.id)
+        self._unsent.clear()
+        self._counts["released"] += sum(line.won for line in lines)
+
+    def _report(self, line: Settled) -> None:
+        if line.outcome is None:
+            self._counts["lost"] += 1
+            logger.warning("lost event %s of %s: %s", line.claim.event_id, line.claim.topic, line.error_code)
+        else:
+            outcome = line.outcome
+            self._counts[{"retry_wait": "retried"}.get(outcome.status, outcome.status)] += 1
+            if outcome.status != "succeeded":
+                level = logging.ERROR if outcome.status == "failed" else logging.INFO
+                logger.log(
+                    level, "event %s of %s: attempt %d of %d: %s, now %s", outcome.event_id, line.claim.topic,
+                    outcome.attempt, outcome.max_attempts, outcome.error_code, outcome.status,
+                )  # fmt: skip
+        if self._observer is not None:
+            try:
+                self._observer(line)
+            except Exception as error:  # noqa: BLE001 - a host's observer must not stop delivery
+                logger.error("observer raised %s", type(error).__name__)
+
+    def _drop(self, row_id: int) -> None:
+        held = self._held.pop(row_id, None)
+        if held is None:
+            return
+        for lane in self._lanes:
+            if lane.topic == held.claim.topic:
+                lane.in_hand -= 1
+
+    # -- leases -----------------------------------------------------------------------------------------------------
+
+    def _renew(self) -> None:
+        """Renew what has used up half its lease, queued or in flight."""
+        now = time.monotonic()
+        if now < self._renew_at or not self._held:
+            return
+        self._renew_at = now + self._lease_seconds / 8
+        settling = {held.claim.id for held, _ in self._results}
+        late = [
+            held
+            for row_id, held in self._held.items()
+            if held.deadline - now < self._lease_seconds / 2
+            and row_id not in settling and not held.lost and held.renewals < MAX_RENEWALS
+        ]  # fmt: skip
+        for start in range(0, len(late), MAX_BATCH):
+            self._renew_some(late[start : start + MAX_BATCH])
+
+    def _renew_some(self, late: Iterable[_Held]) -> None:
+        late = list(late)
+        asked_at = time.monotonic()
+        claims = self._outbox.renew((held.claim for held in late), lease_seconds=self._lease_seconds)
+        renewed = {claim.id: claim for claim in claims}
+        for held in late:
+            claim = renewed.get(held.claim.id)
+            if claim is None:
+                held.lost = True
+                logger.warning("lost event %s of %s while it was in hand", held.claim.event_id, held.claim.topic)
+            else:
+                # The deadline last: a sender that sees the new one must not see the old claim.
+                held.claim, held.renewals = claim, held.renewals + 1
+                held.deadline = asked_at + self._lease_seconds
+
+    def _forget_expired(self) -> None:
+        """Drop results that could not be recorded in their lease's time: the event is somebody else's by now."""
+        if self._outage.over():
+            return
+        now = time.monotonic()
+        expired = [held for held, _ in self._results if held.deadline < now]
+        self._results = [(held, result) for held, result in self._results if held.deadline >= now]
+        for held in expired:
+            self._counts["lost"] += 1
+            self._drop(held.claim.id)
+            logger.warning("lost event %s of %s: dispatch.lease_expired", held.claim.event_id, held.claim.topic)
+
+    # -- senders ----------------------------------------------------------------------------------------------------
+
+    def _start_senders(self) -> list[tuple[_Lane, threading.Thread]]:
+        senders = []
+        for lane in self._lanes:
+            for number in range(lane.concurrency):
+                name = f"outbox-{lane.topic}-{number}"
+                # Daemons, so that a destination that never returns cannot keep the process from exiting.
+                thread = threading.Thread(target=self._send, args=(lane,), name=name, daemon=True)
+                thread.start()
+                senders.append((lane, thread))
+        return senders
+
+    def _send(self, lane: _Lane) -> None:
+        while (held := lane.waiting.get()) is not None:
+            result: Result | None = None
+            # Whatever cannot end before its lease does is not begun.
+            in_time = time.monotonic() + lane.destination.timeout < held.deadline
+            if in_time and not held.lost and not self._stopping.is_set():
+                held.started_at = time.monotonic()
+                result = _deliver(lane.destination, held.claim)
+            self._done.put((held, result))
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def _idle(self) -> bool:
+        nothing_in_hand = not self._held and not self._results and not self._unsent
+        return nothing_in_hand and all(lane.drained for lane in self._lanes) and self._outage.over()
+
+    def _anything_running(self) -> bool:
+        return bool(self._held)
+
+    def _wind_down(self) -> None:
+        """Wait for what is in flight, settle it, and give back what was never sent."""
+        self._stopping.set()
+        deadline = time.monotonic() + self._grace_seconds
+        while self._held and time.monotonic() < deadline:
+            self._collect(min(0.05, self._grace_seconds))
+            try:
+                self._settle(at_once=True)
+                self._give_back()
+                self._renew()
+            except DatabaseError as error:
+                self._outage.began(error)
+                time.sleep(min(SHORTEST_OUTAGE_PAUSE, self._grace_seconds))
+        for held in self._held.values():
+            logger.warning(
+                "event %s of %s is left to its lease: no answer within the grace period",
+                held.claim.event_id, held.claim.topic,
+            )  # fmt: skip
+
+
+class _Outage:
+    """The database's bad weather: how long to leave it alone, and one line when it begins and when it ends."""
+
+    def __init__(self) -> None:
+        self.until = 0.0
+        self._pause = 0.0
+
+    def over(self) -> bool:
+        return time.monotonic() >= self.until
+
+    def began(self, error: DatabaseError) -> None:
+        log = logger.warning if not self._pause else logger.debug
+        log("%s; waiting for the database", error)
+        self._pause = min(max(self._pause * 2, SHORTEST_OUTAGE_PAUSE), LONGEST_OUTAGE_PAUSE)
+        self.until = time.monotonic() + self._pause * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
+
+    def ended(self) -> None:
+        if self._pause:
+            logger.warning("the database is back")
+        self._pause = 0.0
+
+
+def _deliver(destination: Destination, claim: Claim) -> Result:
+    try:
+        return deliver(destination, claim)
+    except BaseException as error:  # noqa: BLE001 - SystemExit in a sender would end the thread and strand the claim
+        logger.error("destination raised %s on event %s", type(error).__name__, claim.event_id)
+        return Failure(claim, "dispatch.client_failure", retryable=False)
+
+
+def _unique_id() -> str:
+    """Host, process and a random part: two workers never share an id, and a person can tell where one runs."""
+    host = re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname())[:64] or "host"
+    return f"{host}:{os.getpid()}:{secrets.token_hex(4)}"
