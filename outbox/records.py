@@ -48,9 +48,9 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What is kept of an accepted response: a few of its fields, and the hash of all of it."""
+    """What is kept of an accepted response: a few of its fields as canonical JSON, and the hash of all of it."""
 
-    fields: Mapping[str, Any]
+    text: str
     response_sha256: str
 
 

@@ -7,7 +7,6 @@ from typing import Final
 from sqlalchemy import (
     DDL,
     BigInteger,
-    Boolean,
     CheckConstraint,
     Column,
     Double,
@@ -17,12 +16,11 @@ from sqlalchemy import (
     MetaData,
     Table,
     Text,
+    TextClause,
     UniqueConstraint,
     event,
-    literal_column,
     text,
 )
-from sqlalchemy.sql import ColumnElement
 
 #: The newest migration. Kept here, not read from Alembic, so that ``import outbox`` needs no Alembic; a test compares.
 HEAD_REVISION: Final = "0001"
@@ -55,9 +53,12 @@ COUNTED: Final[dict[str, str]] = {
 }
 
 
-def predicate(condition: str) -> ColumnElement[bool]:
-    """One of the predicates above, to the letter: a planner matches a partial index by its text."""
-    return literal_column(f"({condition})", Boolean())
+def predicate(condition: str) -> TextClause:
+    """One of the predicates above, to the letter: SQLite matches a partial index by its text.
+
+    As text, since an expression of boolean type is rendered as ``(…) = 1`` on SQLite and matches nothing.
+    """
+    return text(f"({condition})")
 
 
 outbox_event = Table(

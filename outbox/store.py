@@ -47,7 +47,6 @@ from outbox.schema_check import check_schema
 from outbox.values import (
     MAX_ATTEMPTS,
     MAX_LEASE_SECONDS,
-    canonical_json,
     check_error,
     check_int,
     check_now,
@@ -590,7 +589,7 @@ class Outbox:
         deleted = 0
         with self._transaction(check_now(now), write=True) as (connection, moment):
             for settled in (schema.SUCCEEDED, schema.FAILED)[: 1 + bool(include_failed)]:
-                conditions = [schema.predicate(settled), event.c.updated_at <= moment - age]
+                conditions: list[Any] = [schema.predicate(settled), event.c.updated_at <= moment - age]
                 if contract is not None:
                     conditions.append(event.c.topic == contract.topic)
                 if deleted < limit:
@@ -823,9 +822,8 @@ def _constant(change: Change) -> Callable[[float], Change]:
 
 
 def _succeeded(claim: Claim, receipt: Receipt) -> Change:
-    kept = canonical_json(dict(receipt.fields), code="dispatch.response_invalid")
     return Change(
-        claim, "succeeded", claim.attempt, receipt=kept, response_sha256=receipt.response_sha256
+        claim, "succeeded", claim.attempt, receipt=receipt.text, response_sha256=receipt.response_sha256
     )
 
 

@@ -20,6 +20,10 @@ MAX_DEPTH: Final = 64
 MAX_LEASE_SECONDS: Final = 86_400.0
 MAX_ATTEMPTS: Final = 20
 
+# Built once: json.dumps with these arguments would build one per call. Cycles are caught before it is used.
+_ENCODER = json.JSONEncoder(
+    ensure_ascii=False, check_circular=False, allow_nan=False, sort_keys=True, separators=(",", ":")
+)
 _TOKEN = re.compile(r"[A-Za-z0-9_.:-]+")
 _ERROR_CODE = re.compile(r"[a-z][a-z0-9_.-]{0,127}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -124,7 +128,7 @@ def canonical_json(value: object, *, code: str, max_bytes: int = MAX_PAYLOAD_BYT
     """
     _check_json(value, code, 0)
     try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":"))
+        text = _ENCODER.encode(value)
         size = len(text.encode("utf-8"))
     except ValueError as error:  # a lone surrogate, or an integer past sys.get_int_max_str_digits()
         raise InputError(code, expected="text and numbers that JSON in UTF-8 can carry") from error

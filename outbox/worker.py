@@ -219,8 +219,8 @@ class Worker:
         if not self._outage.over():
             return max(0.0, min(self._outage.until - now, 0.1))
         times = [self._renew_at] if self._held else []
-        if self._results or self._unsent:
-            times.append(self._oldest_result_at + FLUSH_SECONDS)
+        if self._results:
+            times.append(now if self._flush_due() else self._oldest_result_at + FLUSH_SECONDS)
         times += [lane.claim_at for lane in self._lanes if lane.room]
         patience = min((at - now for at in times), default=LONGEST_POLL)
         if watch_interval is not None and not self._anything_running():
@@ -233,7 +233,7 @@ class Worker:
         # In the worst case every delivery takes its whole timeout. Even then what is in hand must be started within
         # half its lease, and only then is one more round of senders' work claimed ahead.
         rounds = max(1, int(self._lease_seconds / 2 / destination.timeout))
-        capacity = min(concurrency * rounds, concurrency + self._batch)
+        capacity = min(concurrency * rounds, concurrency + 2 * self._batch)
         return _Lane(topic, destination, concurrency, capacity)
 
     def _claim(self, lane: _Lane) -> None:
@@ -269,8 +269,7 @@ class Worker:
     # -- settle -----------------------------------------------------------------------------------------------------
 
     def _settle(self, *, at_once: bool = False) -> None:
-        due = at_once or len(self._results) >= self._batch
-        if not self._results or not (due or time.monotonic() >= self._oldest_result_at + FLUSH_SECONDS):
+        if not self._results or not (at_once or self._flush_due()):
             return
         batch = self._results[:MAX_BATCH]
         # A renewed claim has replaced the one that the sender was given.
@@ -279,6 +278,11 @@ class Worker:
         for line in lines:
             self._drop(line.claim.id)
             self._report(line)
+
+    def _flush_due(self) -> bool:
+        """Whether to wait no longer for company: there is enough, it has been long, or nobody else is coming."""
+        full = len(self._results) >= min(self._batch, len(self._held) - len(self._unsent))
+        return full or time.monotonic() >= self._oldest_result_at + FLUSH_SECONDS
 
     def _give_back(self) -> None:
         if not self._unsent:

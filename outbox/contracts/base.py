@@ -132,8 +132,8 @@ class Contract(ABC):
         code = "dispatch.response_invalid"
         with _refusing(code):
             fields = dict(self.accept(event_id, response))
-            canonical_json(fields, code=code, max_bytes=MAX_RECEIPT_BYTES)
-            return Receipt(fields, sha256_hex(canonical_json(response, code=code)))
+            kept = canonical_json(fields, code=code, max_bytes=MAX_RECEIPT_BYTES)
+            return Receipt(kept, sha256_hex(canonical_json(response, code=code)))
 
 
 @contextmanager

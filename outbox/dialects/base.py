@@ -16,6 +16,7 @@ from sqlalchemy import (
     Connection,
     Engine,
     Row,
+    TextClause,
     bindparam,
     case,
     delete,
@@ -213,7 +214,7 @@ class Dialect(ABC):
         statement = update(event).where(self._chosen(picked), event.c.created_at <= now).values(fresh)
         return connection.execute(statement).rowcount
 
-    def purge(self, connection: Connection, conditions: Sequence[ColumnElement[bool]], limit: int) -> int:
+    def purge(self, connection: Connection, conditions: Sequence[ColumnElement[bool] | TextClause], limit: int) -> int:
         """Delete up to ``limit`` rows under ``conditions``, oldest first; return how many."""
         picked = self._pick(*conditions).order_by(event.c.updated_at).limit(limit)
         return connection.execute(delete(event).where(self._chosen(picked))).rowcount
@@ -270,7 +271,7 @@ class Dialect(ABC):
         """The condition that a row's id is among ``picked``, evaluated once."""
 
     @staticmethod
-    def _pick(*conditions: ColumnElement[bool]) -> Select[tuple[int]]:
+    def _pick(*conditions: ColumnElement[bool] | TextClause) -> Select[tuple[int]]:
         # SKIP LOCKED: nothing we do waits for a row that somebody else is changing. SQLite has one writer and compiles
         # this to nothing.
         return select(event.c.id).where(*conditions).with_for_update(skip_locked=True)
