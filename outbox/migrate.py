@@ -108,7 +108,7 @@ def render_sql(url: URL | str, revision: str = "head") -> str:
     return output.getvalue()
 
 
-def include_name(name: str | None, type_: str, parent_names: Mapping[str, str | None]) -> bool:
+def include_name(name: str | None, type_: str, parent_names: Mapping[Any, str | None]) -> bool:  # noqa: ARG001 - Alembic's signature
     """Keep our tables out of a host's own autogenerate, which would otherwise write migrations that drop them.
 
     Give it to ``context.configure(include_name=…)`` in the host's ``env.py``; a host that has one already asks both.
@@ -191,7 +191,7 @@ def _print(context: EnvironmentContext, url: URL) -> None:
         context.run_migrations()
 
 
-def _only_ours(name: str | None, type_: str, parent_names: Mapping[str, str | None]) -> bool:
+def _only_ours(name: str | None, type_: str, parent_names: Mapping[Any, str | None]) -> bool:  # noqa: ARG001 - the same
     # In the host's database, our own autogenerate sees the host's tables just as the host's sees ours.
     return type_ != "table" or name in metadata.tables
 
@@ -232,7 +232,7 @@ def _host_context_kept() -> Iterator[None]:
     finally:
         for proxy in kept:
             if proxy is not None:
-                proxy._install_proxy()
+                proxy._install_proxy()  # noqa: SLF001 - no public way; a test holds Alembic to it
 
 
 def _config(**arguments: Any) -> Config:

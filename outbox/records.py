@@ -12,6 +12,7 @@ from outbox.values import (
     describe,
     is_number,
     is_sha256,
+    is_text,
     is_token,
     sha256_hex,
 )
@@ -190,7 +191,7 @@ def _claim_fault(claim: Claim) -> str | None:
         return "tokens for lease_owner and lease_token"
     if not is_number(claim.lease_expires_at):
         return "a finite lease_expires_at"
-    if not isinstance(claim.payload, str) or not is_sha256(claim.payload_sha256):
+    if not (is_text(claim.payload) and is_sha256(claim.payload_sha256)):
         return "a payload and its SHA-256"
     try:
         if sha256_hex(claim.payload) != claim.payload_sha256:

@@ -54,7 +54,7 @@ def _lease(row: Any) -> bool:
     if row.status != "leased":
         return lease == (None, None, None)
     tokens = is_token(row.lease_owner, 128) and is_token(row.lease_token, 128)
-    return tokens and _finite(row.lease_expires_at) and row.lease_expires_at > row.updated_at
+    return tokens and _finite(row.lease_expires_at) and bool(row.lease_expires_at > row.updated_at)
 
 
 def _error(row: Any) -> bool:

@@ -21,6 +21,7 @@ from sqlalchemy import (
     event,
     text,
 )
+from sqlalchemy.schema import ExecutableDDLElement
 
 #: The newest migration. Kept here, not read from Alembic, so that ``import outbox`` needs no Alembic; a test compares.
 HEAD_REVISION: Final = "0001"
@@ -38,9 +39,7 @@ WAITING = "status = 'waiting'"
 RETRY_WAIT = "status = 'retry_wait'"
 SUCCEEDED = "status = 'succeeded'"
 FAILED = "status = 'failed'"
-ORDERING_HEAD = (
-    "(status = 'pending' OR status = 'leased' OR status = 'retry_wait') AND ordering_key IS NOT NULL"
-)
+ORDERING_HEAD = "(status = 'pending' OR status = 'leased' OR status = 'retry_wait') AND ordering_key IS NOT NULL"
 
 #: What ``health`` counts, each over a partial index of its own; ``due`` is pending and retry_wait together.
 COUNTED: Final[dict[str, str]] = {
@@ -147,4 +146,5 @@ STORAGE_PARAMETERS: Final = (
     " autovacuum_vacuum_insert_threshold = 50000, autovacuum_analyze_scale_factor = 0,"
     " autovacuum_analyze_threshold = 10000)"
 )
-event.listen(outbox_event, "after_create", DDL(STORAGE_PARAMETERS).execute_if(dialect="postgresql"))
+_storage: ExecutableDDLElement = DDL(STORAGE_PARAMETERS)  # type: ignore[no-untyped-call, unused-ignore]
+event.listen(outbox_event, "after_create", _storage.execute_if(dialect="postgresql"))

@@ -1,7 +1,7 @@
 """Whether a database is what the migrations made: asked before an outbox does anything else.
 
-Everything here reads catalogs and the version table, changes nothing, and raises nothing for what is missing, so that it
-can be asked inside a host's transaction without spoiling it.
+Everything here reads catalogs and the version table, changes nothing, and raises nothing for what is missing, so that
+it can be asked inside a host's transaction without spoiling it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,21 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from sqlalchemy import CheckConstraint, Column, Connection, Dialect, Index, Table, UniqueConstraint, inspect, text
+from sqlalchemy import (
+    CheckConstraint,
+    Column,
+    Connection,
+    Dialect,
+    Index,
+    Select,
+    Table,
+    UniqueConstraint,
+    column,
+    inspect,
+    select,
+    table,
+)
+from sqlalchemy.exc import CompileError
 
 from outbox.dialects.catalog import broken_indexes
 from outbox.errors import SchemaError
@@ -18,6 +32,8 @@ from outbox.schema import HEAD_REVISION, VERSION_TABLE, metadata
 
 _SHOWN: Final = 3
 _TO_RUN: Final = "run `outbox migrate` or `alembic upgrade head`"
+
+_REVISIONS: Final[Select[Any]] = select(column("version_num")).select_from(table(VERSION_TABLE))
 
 # A row of what the inspector says about a column, index or constraint.
 _Found = Mapping[str, Any]
@@ -103,7 +119,7 @@ def _by_name(found: Mapping[tuple[str | None, str], Any]) -> dict[str, Any]:
 def _revisions(connection: Connection, columns: list[_Found] | None) -> tuple[str, ...] | None:
     if columns is None or "version_num" not in {column["name"] for column in columns}:
         return None
-    return tuple(sorted(connection.scalars(text(f"SELECT version_num FROM {VERSION_TABLE}"))))
+    return tuple(sorted(connection.scalars(_REVISIONS)))
 
 
 def _revisions_in_words(revisions: tuple[str, ...] | None) -> str:
@@ -118,20 +134,20 @@ def _revisions_in_words(revisions: tuple[str, ...] | None) -> str:
 
 
 def _table_differences(catalog: _Catalog, dialect: Dialect) -> Iterator[str]:
-    for name, table in sorted(metadata.tables.items()):
+    for name, declared in sorted(metadata.tables.items()):
         if name not in catalog.columns:
             yield f"table {name} is missing"
             continue
         yield from _compare(
             f"column {name}.",
-            {column.name: _declared_column(column, dialect) for column in table.columns},
-            {column["name"]: _found_column(column, dialect) for column in catalog.columns[name]},
+            {item.name: _declared_column(item, dialect) for item in declared.columns},
+            {item["name"]: _found_column(item, dialect) for item in catalog.columns[name]},
         )
-        declared_key = [column.name for column in table.primary_key.columns]
+        declared_key = [item.name for item in declared.primary_key.columns]
         found_key = list(catalog.primary_keys.get(name, {}).get("constrained_columns", ()))
         yield from _compare(f"primary key of {name}", {"": ", ".join(declared_key)}, {"": ", ".join(found_key)})
-        yield from _index_differences(table, catalog, dialect)
-        yield from _constraint_differences(table, catalog)
+        yield from _index_differences(declared, catalog, dialect)
+        yield from _constraint_differences(declared, catalog)
 
 
 def _index_differences(table: Table, catalog: _Catalog, dialect: Dialect) -> Iterator[str]:
@@ -197,7 +213,7 @@ def _declared_column(column: Column[Any], dialect: Dialect) -> str:
 def _found_column(found: _Found, dialect: Dialect) -> str:
     try:
         kind = found["type"].compile(dialect=dialect)
-    except Exception:  # a type SQLAlchemy does not know compiles to nothing, and is none of ours
+    except CompileError:  # a type SQLAlchemy does not know compiles to nothing, and is none of ours
         kind = "an unknown type"
     return _column(kind, found["nullable"], found.get("identity") is not None, found.get("computed") is not None)
 

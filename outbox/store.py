@@ -274,9 +274,7 @@ class Outbox:
         with self._transaction(now, write=True) as (connection, moment):
             for row in self._dialect.recover(connection, moment, RECOVERY_LIMIT):
                 logger.warning("lease expired on event %s of %s: now %s", row.event_id, row.topic, row.status)
-            rows = self._dialect.lease(
-                connection, contract.topic, worker_id, lease_end(moment, seconds), moment, limit
-            )
+            rows = self._dialect.lease(connection, contract.topic, worker_id, lease_end(moment, seconds), moment, limit)
         claims = [_claim_of(row) for row in rows]
         bad = [claim for claim in claims if not _proves_itself(contract, claim)]
         if bad:
@@ -350,14 +348,14 @@ class Outbox:
         Raises:
             InputError: ``dispatch.claim_invalid``, ``dispatch.lease_invalid``, ``dispatch.time_invalid``.
         """
-        wanted = {claim.id: claim for claim in map(check_claim, claims)}
+        wanted = {claim.lease_token: claim for claim in map(check_claim, claims)}
         seconds = check_seconds(lease_seconds, code="dispatch.lease_invalid", longest=MAX_LEASE_SECONDS)
         if not wanted:
             return []
         with self._transaction(check_now(now), write=True) as (connection, moment):
             expires_at = lease_end(moment, seconds)
             live = self._dialect.renew(connection, list(wanted.values()), expires_at, moment)
-        return [_renewed(claim, expires_at) for claim in wanted.values() if claim.id in live]
+        return [_renewed(claim, expires_at) for claim in wanted.values() if claim.lease_token in live]
 
     def release(self, claims: Iterable[Claim], *, now: float | None = None) -> list[Settled]:
         """Give back events that were not sent: due again at once, the attempt not counted.
@@ -402,25 +400,25 @@ class Outbox:
             return []
         with self._transaction(now, write=True) as (connection, moment):
             changes = [changer(moment) for changer in changers]
-            first = {change.claim.id: change for change in reversed(changes)}  # the same event twice: one can win
+            first = {change.claim.lease_token: change for change in reversed(changes)}  # one claim twice: one can win
             won = self._dialect.settle(connection, list(first.values()), moment)
-            lost = [change.claim for change in changes if change.claim.id not in won]
+            lost = [change.claim for change in changes if change.claim.lease_token not in won]
             reasons = self._reasons(connection, lost, moment) if lost else {}
         return [
             Settled(change.claim, True, _outcome_of(change), None)
-            if change.claim.id in won and first[change.claim.id] is change
-            else Settled(change.claim, False, None, reasons.get(change.claim.id, "dispatch.claim_lost"))
+            if change.claim.lease_token in won and first[change.claim.lease_token] is change
+            else Settled(change.claim, False, None, reasons.get(change.claim.lease_token, "dispatch.claim_lost"))
             for change in changes
         ]
 
     @staticmethod
-    def _reasons(connection: Connection, claims: Sequence[Claim], now: float) -> dict[int, str]:
+    def _reasons(connection: Connection, claims: Sequence[Claim], now: float) -> dict[str, str]:
         ids = [claim.id for claim in claims]
         rows: dict[int, Any] = {}
         for chunk in _chunks(ids, CHUNK_ROWS):
             found = connection.execute(select(event).where(event.c.id.in_(chunk)))
             rows.update((row.id, row) for row in found)
-        return {claim.id: _why_lost(rows.get(claim.id), claim, now) for claim in claims}
+        return {claim.lease_token: _why_lost(rows.get(claim.id), claim, now) for claim in claims}
 
     # -- deliver ----------------------------------------------------------------------------------------------------
 
@@ -545,7 +543,11 @@ class Outbox:
         return _event_status(row, moment)
 
     def redrive_all(
-        self, *, topic: str | None = None, error_code: str | None = None, limit: int = MAX_BATCH,
+        self,
+        *,
+        topic: str | None = None,
+        error_code: str | None = None,
+        limit: int = MAX_BATCH,
         now: float | None = None,
     ) -> int:
         """Redrive up to ``limit`` failed events of a topic, longest failed first; return how many.
@@ -685,7 +687,7 @@ def check_destination(destination: Any, lease_seconds: Any) -> None:
     timeout = getattr(destination, "timeout", None)
     if not callable(getattr(destination, "deliver", None)):
         raise InputError("dispatch.client_invalid", expected="a callable deliver", found=describe(destination))
-    if not is_number(timeout) or timeout <= 0:
+    if timeout is None or not is_number(timeout) or timeout <= 0:
         raise InputError("dispatch.client_invalid", expected="a timeout in seconds", found=describe(timeout))
     seconds = check_seconds(lease_seconds, code="dispatch.lease_invalid", longest=MAX_LEASE_SECONDS)
     if seconds <= timeout:
@@ -741,9 +743,7 @@ def _connection_of(host: Any) -> Connection:
 
 def _new_event(contract: Contract, value: Any, max_attempts: int) -> NewEvent:
     encoded = contract.encode(value)
-    return NewEvent(
-        contract.topic, encoded.event_id, encoded.payload, encoded.payload_sha256, None, None, max_attempts
-    )
+    return NewEvent(contract.topic, encoded.event_id, encoded.payload, encoded.payload_sha256, None, None, max_attempts)
 
 
 def _distinct(rows: Iterable[NewEvent]) -> dict[str, NewEvent]:
@@ -822,9 +822,7 @@ def _constant(change: Change) -> Callable[[float], Change]:
 
 
 def _succeeded(claim: Claim, receipt: Receipt) -> Change:
-    return Change(
-        claim, "succeeded", claim.attempt, receipt=receipt.text, response_sha256=receipt.response_sha256
-    )
+    return Change(claim, "succeeded", claim.attempt, receipt=receipt.text, response_sha256=receipt.response_sha256)
 
 
 def _failed(failure: Failure, policy: RetryPolicy, now: float) -> Change:
@@ -845,7 +843,9 @@ def _released(claim: Claim) -> Change:
 
 
 def _renewed(claim: Claim, expires_at: float) -> Claim:
-    return Claim(**{name: getattr(claim, name) for name in Claim.__dataclass_fields__} | {"lease_expires_at": expires_at})
+    return Claim(
+        **{name: getattr(claim, name) for name in Claim.__dataclass_fields__} | {"lease_expires_at": expires_at}
+    )
 
 
 def _outcome_of(change: Change) -> Outcome:
@@ -878,4 +878,3 @@ def _why_lost(row: Any, claim: Claim, now: float) -> str:
 def _chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     for start in range(0, len(items), size):
         yield items[start : start + size]
-

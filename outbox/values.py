@@ -34,6 +34,10 @@ def is_token(value: object, longest: int = 256) -> bool:
     return isinstance(value, str) and len(value) <= longest and _TOKEN.fullmatch(value) is not None
 
 
+def is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
 def is_error_code(value: object) -> bool:
     return isinstance(value, str) and _ERROR_CODE.fullmatch(value) is not None
 
@@ -72,9 +76,7 @@ def check_now(now: object) -> float | None:
     return float(now)  # type: ignore[arg-type]
 
 
-def check_seconds(
-    value: object, *, code: str, longest: float = sys.float_info.max, zero: bool = False
-) -> float:
+def check_seconds(value: object, *, code: str, longest: float = sys.float_info.max, zero: bool = False) -> float:
     """A duration in seconds, in (0, longest], or [0, longest] with ``zero``."""
     if not is_number(value) or not ((0 <= value if zero else 0 < value) and value <= longest):  # type: ignore[operator]
         bounds = f"{'[' if zero else '('}0, {longest:g}]"

@@ -118,7 +118,9 @@ class Worker:
         grace_seconds: float = 20,
         observer: Callable[[Settled], None] | None = None,
     ) -> None:
-        self.worker_id = check_token(worker_id or _unique_id(), code="dispatch.worker_invalid", longest=128)
+        self.worker_id = check_token(
+            _unique_id() if worker_id is None else worker_id, code="dispatch.worker_invalid", longest=128
+        )
         check_int(concurrency, code="dispatch.limit_invalid", lowest=1, highest=MAX_BATCH)
         check_int(batch, code="dispatch.limit_invalid", lowest=1, highest=MAX_BATCH)
         if not destinations or not set(destinations) <= set(outbox.topics):
@@ -130,8 +132,8 @@ class Worker:
         self._lease_seconds = float(lease_seconds)
         self._grace_seconds = check_seconds(grace_seconds, code="dispatch.limit_invalid", zero=True)
         self._observer = observer
-        self._lanes = [self._lane(topic, each, concurrency) for topic, each in destinations.items()]
-        self._held: dict[int, _Held] = {}
+        self._lanes = {topic: self._lane(topic, each, concurrency) for topic, each in destinations.items()}
+        self._held: dict[str, _Held] = {}  # by token: an event whose lease ran out may come back beside itself
         self._done: queue.SimpleQueue[tuple[_Held, Result | None] | None] = queue.SimpleQueue()
         self._results: list[tuple[_Held, Result]] = []
         self._unsent: list[_Held] = []
@@ -186,7 +188,7 @@ class Worker:
                 self._settle()
                 self._give_back()
                 self._renew()
-                for lane in self._lanes:
+                for lane in self._lanes.values():
                     self._claim(lane)
             except DatabaseError as error:
                 self._outage.began(error)
@@ -221,7 +223,7 @@ class Worker:
         times = [self._renew_at] if self._held else []
         if self._results:
             times.append(now if self._flush_due() else self._oldest_result_at + FLUSH_SECONDS)
-        times += [lane.claim_at for lane in self._lanes if lane.room]
+        times += [lane.claim_at for lane in self._lanes.values() if lane.room]
         patience = min((at - now for at in times), default=LONGEST_POLL)
         if watch_interval is not None and not self._anything_running():
             patience = min(patience, watch_interval)
@@ -248,7 +250,7 @@ class Worker:
             )
         for claim in claims:
             held = _Held(claim, asked_at + self._lease_seconds)
-            self._held[claim.id] = held
+            self._held[claim.lease_token] = held
             lane.waiting.put(held)
         self._counts["claimed"] += len(claims)
         lane.in_hand += len(claims)
@@ -263,7 +265,7 @@ class Worker:
         lane.pause = min(lane.pause * 2, LONGEST_POLL) if empty else SHORTEST_POLL
 
     def _expect_work(self) -> None:
-        for lane in self._lanes:
+        for lane in self._lanes.values():
             lane.claim_at = 0.0
 
     # -- settle -----------------------------------------------------------------------------------------------------
@@ -276,7 +278,7 @@ class Worker:
         lines = self._outbox.settle(dataclasses.replace(result, claim=held.claim) for held, result in batch)
         del self._results[: len(batch)]
         for line in lines:
-            self._drop(line.claim.id)
+            self._drop(line.claim)
             self._report(line)
 
     def _flush_due(self) -> bool:
@@ -289,7 +291,7 @@ class Worker:
             return
         lines = self._outbox.release(held.claim for held in self._unsent if not held.lost)
         for held in self._unsent:
-            self._drop(held.claim.id)
+            self._drop(held.claim)
         self._unsent.clear()
         self._counts["released"] += sum(line.won for line in lines)
 
@@ -312,13 +314,9 @@ class Worker:
             except Exception as error:  # noqa: BLE001 - a host's observer must not stop delivery
                 logger.error("observer raised %s", type(error).__name__)
 
-    def _drop(self, row_id: int) -> None:
-        held = self._held.pop(row_id, None)
-        if held is None:
-            return
-        for lane in self._lanes:
-            if lane.topic == held.claim.topic:
-                lane.in_hand -= 1
+    def _drop(self, claim: Claim) -> None:
+        del self._held[claim.lease_token]
+        self._lanes[claim.topic].in_hand -= 1
 
     # -- leases -----------------------------------------------------------------------------------------------------
 
@@ -328,12 +326,12 @@ class Worker:
         if now < self._renew_at or not self._held:
             return
         self._renew_at = now + self._lease_seconds / 8
-        settling = {held.claim.id for held, _ in self._results}
+        settling = {held.claim.lease_token for held, _ in self._results}
         late = [
             held
-            for row_id, held in self._held.items()
+            for token, held in self._held.items()
             if held.deadline - now < self._lease_seconds / 2
-            and row_id not in settling and not held.lost and held.renewals < MAX_RENEWALS
+            and token not in settling and not held.lost and held.renewals < MAX_RENEWALS
         ]  # fmt: skip
         for start in range(0, len(late), MAX_BATCH):
             self._renew_some(late[start : start + MAX_BATCH])
@@ -342,9 +340,9 @@ class Worker:
         late = list(late)
         asked_at = time.monotonic()
         claims = self._outbox.renew((held.claim for held in late), lease_seconds=self._lease_seconds)
-        renewed = {claim.id: claim for claim in claims}
+        renewed = {claim.lease_token: claim for claim in claims}
         for held in late:
-            claim = renewed.get(held.claim.id)
+            claim = renewed.get(held.claim.lease_token)
             if claim is None:
                 held.lost = True
                 logger.warning("lost event %s of %s while it was in hand", held.claim.event_id, held.claim.topic)
@@ -362,14 +360,14 @@ class Worker:
         self._results = [(held, result) for held, result in self._results if held.deadline >= now]
         for held in expired:
             self._counts["lost"] += 1
-            self._drop(held.claim.id)
+            self._drop(held.claim)
             logger.warning("lost event %s of %s: dispatch.lease_expired", held.claim.event_id, held.claim.topic)
 
     # -- senders ----------------------------------------------------------------------------------------------------
 
     def _start_senders(self) -> list[tuple[_Lane, threading.Thread]]:
         senders = []
-        for lane in self._lanes:
+        for lane in self._lanes.values():
             for number in range(lane.concurrency):
                 name = f"outbox-{lane.topic}-{number}"
                 # Daemons, so that a destination that never returns cannot keep the process from exiting.
@@ -392,7 +390,7 @@ class Worker:
 
     def _idle(self) -> bool:
         nothing_in_hand = not self._held and not self._results and not self._unsent
-        return nothing_in_hand and all(lane.drained for lane in self._lanes) and self._outage.over()
+        return nothing_in_hand and all(lane.drained for lane in self._lanes.values()) and self._outage.over()
 
     def _anything_running(self) -> bool:
         return bool(self._held)
@@ -400,6 +398,7 @@ class Worker:
     def _wind_down(self) -> None:
         """Wait for what is in flight, settle it, and give back what was never sent."""
         self._stopping.set()
+        self._recall()
         deadline = time.monotonic() + self._grace_seconds
         while self._held and time.monotonic() < deadline:
             self._collect(min(0.05, self._grace_seconds))
@@ -415,6 +414,15 @@ class Worker:
                 "event %s of %s is left to its lease: no answer within the grace period",
                 held.claim.event_id, held.claim.topic,
             )  # fmt: skip
+
+    def _recall(self) -> None:
+        """Take back what no sender has begun; all of them may be busy for as long as the grace period."""
+        for lane in self._lanes.values():
+            try:
+                while (held := lane.waiting.get_nowait()) is not None:
+                    self._unsent.append(held)
+            except queue.Empty:
+                continue
 
 
 class _Outage:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 from outbox.errors import InputError, IntegrityError, OutboxError
 from outbox.records import Claim, Receipt
@@ -72,7 +72,7 @@ class Encoded:
 class Contract(ABC):
     """The rules of one topic. A host's own contract gives ``topic``, ``check`` and ``accept``."""
 
-    topic: ClassVar[str] | str
+    topic: str
 
     @abstractmethod
     def check(self, event: Any) -> str:

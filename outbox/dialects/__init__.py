@@ -9,9 +9,7 @@ from outbox.dialects.postgresql import PostgreSQLDialect
 from outbox.dialects.sqlite import SQLiteDialect
 from outbox.errors import DatabaseError
 
-_DIALECTS: Final[dict[str, type[Dialect]]] = {
-    dialect.name: dialect for dialect in (SQLiteDialect, PostgreSQLDialect)
-}
+_DIALECTS: Final[dict[str, type[Dialect]]] = {dialect.name: dialect for dialect in (SQLiteDialect, PostgreSQLDialect)}
 
 
 def dialect_for(name: str) -> Dialect:

@@ -181,19 +181,25 @@ class Dialect(ABC):
         """
 
     @abstractmethod
-    def settle(self, connection: Connection, changes: Sequence[Change], now: float) -> set[int]:
-        """Write every change whose claim is live at ``now`` and return the ids of those."""
+    def settle(self, connection: Connection, changes: Sequence[Change], now: float) -> set[str]:
+        """Write every change whose claim is live at ``now`` and return the tokens of those."""
 
     @abstractmethod
-    def renew(self, connection: Connection, claims: Sequence[Claim], expires_at: float, now: float) -> set[int]:
-        """Move the expiry of every claim that is live at ``now`` and return the ids of those."""
+    def renew(self, connection: Connection, claims: Sequence[Claim], expires_at: float, now: float) -> set[str]:
+        """Move the expiry of every claim that is live at ``now`` and return the tokens of those."""
 
     def recover(self, connection: Connection, now: float, limit: int, floor: float = 0.0) -> Sequence[Row[Any]]:
         """End up to ``limit`` leases that expired in [floor, now]; return (id, topic, event_id, status, attempts)."""
         return connection.execute(self._recover, {"now": now, "limit": limit, "floor": floor}).all()
 
     def lease(
-        self, connection: Connection, topic: str, owner: str, expires_at: float, now: float, limit: int,
+        self,
+        connection: Connection,
+        topic: str,
+        owner: str,
+        expires_at: float,
+        now: float,
+        limit: int,
         floor: float = 0.0,
     ) -> list[Row[Any]]:
         """Lease up to ``limit`` events due in [floor, now], in due order."""
@@ -347,4 +353,3 @@ def lease_end(now: float, lease_seconds: float) -> float:
 def insert_values(rows: Sequence[NewEvent]) -> list[dict[str, Any]]:
     """The columns of new rows that are known before the clock is."""
     return [{**row._asdict(), "status": "pending", "attempts": 0, "redrives": 0} for row in rows]
-

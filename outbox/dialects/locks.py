@@ -160,7 +160,7 @@ def _poll(attempt: Callable[[], bool], patience: float) -> None:
             raise DatabaseError(
                 "dispatch.database_busy", f"another process kept the database to itself for {patience:g} s"
             )
-        time.sleep(min(left, pause * random.uniform(0.5, 1.0)))
+        time.sleep(min(left, pause * random.uniform(0.5, 1.0)))  # noqa: S311 - spreads out those who wait
         pause = min(longest, pause * 2)
 
 

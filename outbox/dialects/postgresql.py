@@ -88,9 +88,13 @@ class PostgreSQLDialect(Dialect):
         found = f"SQLSTATE {state}" if state else type(original or error).__name__
         if state in _MISSING:
             return SchemaError(
-                "dispatch.schema_altered", expected=f"revision {schema.HEAD_REVISION}: run `outbox migrate`", found=found
+                "dispatch.schema_altered",
+                expected=f"revision {schema.HEAD_REVISION}: run `outbox migrate`",
+                found=found,
             )
-        return DatabaseError("dispatch.database_busy" if state in _BUSY else "dispatch.database_unavailable", found=found)
+        return DatabaseError(
+            "dispatch.database_busy" if state in _BUSY else "dispatch.database_unavailable", found=found
+        )
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
@@ -102,7 +106,7 @@ class PostgreSQLDialect(Dialect):
         parameters = _arrays(NewEvent._fields, rows)
         return connection.execute(statement, {**parameters, "now": now}).all()
 
-    def settle(self, connection: Connection, changes: Sequence[Change], now: float) -> set[int]:
+    def settle(self, connection: Connection, changes: Sequence[Change], now: float) -> set[str]:
         changes = sorted(changes, key=lambda change: change.claim.id)  # one order of locking, so no deadlocks
         parameters = {
             **_arrays(_FENCE_TYPES, (change.claim for change in changes)),
@@ -111,7 +115,7 @@ class PostgreSQLDialect(Dialect):
         }
         return set(connection.execute(_SETTLE, parameters).scalars())
 
-    def renew(self, connection: Connection, claims: Sequence[Claim], expires_at: float, now: float) -> set[int]:
+    def renew(self, connection: Connection, claims: Sequence[Claim], expires_at: float, now: float) -> set[str]:
         claims = sorted(claims, key=lambda claim: claim.id)
         parameters = {**_arrays(_FENCE_TYPES, claims), "expires_at": expires_at, "now": now}
         return set(connection.execute(_RENEW, parameters).scalars())
@@ -147,8 +151,8 @@ class PostgreSQLDialect(Dialect):
         return event.c.id == any_(func.array(picked.scalar_subquery()))
 
 
-_CLOCK = literal_column("extract(epoch FROM statement_timestamp())::double precision", Double())
-_GIVEN = bindparam("now", type_=Double())
+_CLOCK: ColumnElement[float] = literal_column("extract(epoch FROM statement_timestamp())::double precision", Double())
+_GIVEN: ColumnElement[float] = bindparam("now", type_=Double())
 
 
 def _insert_one(now: ColumnElement[float]) -> Any:
@@ -243,14 +247,14 @@ def _settle() -> Any:
         response_sha256=given.c.response_sha256,
         updated_at=_GIVEN,
         **NO_LEASE,
-    ).returning(event.c.id)
+    ).returning(given.c.lease_token)
 
 
 def _renew() -> Any:
     given = _unnest(_FENCE_TYPES)
     changed = update(event).where(*_live(given))
-    expires_at = bindparam("expires_at", type_=Double())
-    return changed.values(lease_expires_at=expires_at, updated_at=_GIVEN).returning(event.c.id)
+    expires_at: ColumnElement[float] = bindparam("expires_at", type_=Double())
+    return changed.values(lease_expires_at=expires_at, updated_at=_GIVEN).returning(event.c.lease_token)
 
 
 def _rows(condition: str, now: float | None) -> Select[Any]:

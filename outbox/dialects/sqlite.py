@@ -7,7 +7,7 @@ import sqlite3
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from sqlalchemy import Connection, Engine, PoolProxiedConnection, Row, bindparam, func, select, text, update
 from sqlalchemy.dialects.sqlite import insert
@@ -41,8 +41,7 @@ class SQLiteDialect(Dialect):
         # BEGIN IMMEDIATE, since a transaction that reads first and then writes cannot wait for another writer: SQLite
         # refuses the upgrade at once ("database is locked") whatever the busy timeout is.
         with self.mapped_errors(), engine.connect() as connection:
-            raw = connection.connection.dbapi_connection
-            assert isinstance(raw, sqlite3.Connection)
+            raw = _raw(connection)
             with _explicit_transactions(raw):
                 _patiently(connection, "BEGIN IMMEDIATE" if write else "BEGIN")
                 try:
@@ -56,8 +55,7 @@ class SQLiteDialect(Dialect):
         return Pulse(time.time(), tuple(connection.execute(_PULSE).one()))
 
     def in_transaction(self, connection: Connection) -> bool:
-        raw = connection.connection.dbapi_connection
-        assert isinstance(raw, sqlite3.Connection)
+        raw = _raw(connection)
         if connection.get_execution_options().get("isolation_level") == "AUTOCOMMIT":
             return False
         if raw.in_transaction or _begins_by_itself(raw):
@@ -83,7 +81,9 @@ class SQLiteDialect(Dialect):
             return DatabaseError("dispatch.database_busy", found="SQLITE_BUSY")
         said = str(original)
         if said.startswith(("no such table: outbox", "no such column", "table outbox_event has no column")):
-            return SchemaError("dispatch.schema_altered", expected=f"revision {schema.HEAD_REVISION}: run `outbox migrate`")
+            return SchemaError(
+                "dispatch.schema_altered", expected=f"revision {schema.HEAD_REVISION}: run `outbox migrate`"
+            )
         found = getattr(original, "sqlite_errorname", None) or type(original or error).__name__
         return DatabaseError("dispatch.database_unavailable", found=found)
 
@@ -94,25 +94,26 @@ class SQLiteDialect(Dialect):
         times = {"next_attempt_at": created, "created_at": created, "updated_at": created}
         return connection.execute(_INSERT, [{**values, **times} for values in insert_values(rows)]).all()
 
-    def settle(self, connection: Connection, changes: Sequence[Change], now: float) -> set[int]:
+    def settle(self, connection: Connection, changes: Sequence[Change], now: float) -> set[str]:
         live = self._live(connection, [change.claim for change in changes], now)
-        won = [change for change in changes if change.claim.id in live]
+        won = [change for change in changes if change.claim.lease_token in live]
         if won:
             connection.execute(_SETTLE, [_settle_parameters(change, now) for change in won])
         return live
 
-    def renew(self, connection: Connection, claims: Sequence[Claim], expires_at: float, now: float) -> set[int]:
+    def renew(self, connection: Connection, claims: Sequence[Claim], expires_at: float, now: float) -> set[str]:
         live = self._live(connection, claims, now)
         if live:
-            connection.execute(_RENEW, {"ids": sorted(live), "expires_at": expires_at, "now": now})
+            ids = [claim.id for claim in claims if claim.lease_token in live]
+            connection.execute(_RENEW, {"ids": ids, "expires_at": expires_at, "now": now})
         return live
 
     @staticmethod
-    def _live(connection: Connection, claims: Sequence[Claim], now: float) -> set[int]:
+    def _live(connection: Connection, claims: Sequence[Claim], now: float) -> set[str]:
         """Which claims are live. The write lock is ours, so what is read here still holds when we write."""
         rows = connection.execute(_FENCE, {"ids": [claim.id for claim in claims], "now": now})
         fences = {row.id: tuple(row) for row in rows}
-        return {claim.id for claim in claims if fences.get(claim.id) == _fence(claim)}
+        return {claim.lease_token for claim in claims if fences.get(claim.id) == _fence(claim)}
 
     # -- waiting for work -------------------------------------------------------------------------------------------
 
@@ -122,7 +123,8 @@ class SQLiteDialect(Dialect):
     # -- asking -----------------------------------------------------------------------------------------------------
 
     def count(self, connection: Connection, condition: str, now: float | None = None) -> Count:
-        return Count(connection.execute(_count(condition, now)).scalar_one(), exact=True)
+        rows: int = connection.execute(_count(condition, now)).scalar_one()
+        return Count(rows, exact=True)
 
     def damage(self, connection: Connection) -> str | None:
         found = connection.execute(text("PRAGMA quick_check(1)")).scalars().all()
@@ -132,7 +134,9 @@ class SQLiteDialect(Dialect):
         mode = connection.execute(text("PRAGMA journal_mode")).scalar()
         if mode == "wal":
             return None
-        return f"journal_mode is {mode}: with WAL (PRAGMA journal_mode=WAL) readers and the worker do not block each other"
+        return (
+            f"journal_mode is {mode}: with WAL (PRAGMA journal_mode=WAL) readers and the worker do not block each other"
+        )
 
     # -- shared statements ------------------------------------------------------------------------------------------
 
@@ -162,7 +166,7 @@ class _DataVersion(Watch):
         except sqlite3.Error:
             self.close()
             return True  # let the claim that follows say what is wrong
-        changed, self._seen = version != self._seen, version
+        changed, self._seen = bool(version != self._seen), version
         return changed
 
     def close(self) -> None:
@@ -210,9 +214,13 @@ _RENEW = (
 )
 
 
-def _count(condition: str, now: float | None) -> Select[tuple[int]]:
+def _count(condition: str, now: float | None) -> Select[Any]:
     statement = select(func.count()).select_from(event).where(schema.predicate(condition))
     return statement if now is None else statement.where(event.c.next_attempt_at <= now)
+
+
+def _raw(connection: Connection) -> sqlite3.Connection:
+    return cast(sqlite3.Connection, connection.connection.dbapi_connection)
 
 
 def _fence(claim: Claim) -> tuple[Any, ...]:

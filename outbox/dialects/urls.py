@@ -52,6 +52,4 @@ def make_engine(url: URL | str, **arguments: Any) -> Engine:
 
 
 def _unsupported(url: URL) -> DatabaseError:
-    return DatabaseError(
-        "dispatch.database_unsupported", expected="sqlite or postgresql+psycopg", found=url.drivername
-    )
+    return DatabaseError("dispatch.database_unsupported", expected="sqlite or postgresql+psycopg", found=url.drivername)
