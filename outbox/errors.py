@@ -107,4 +107,9 @@ CODES: Final[dict[str, str]] = {
     "dispatch.client_failure": "the destination raised an exception it does not declare",
     "lease_expired": "recorded on an event whose owner let its lease run out",
     "lease_released": "recorded on an event given back unsent",
+    "destination.origin_invalid": "the origin is not scheme and host, HTTPS unless plain HTTP to loopback is allowed",
+    "destination.signer_invalid": "the signer has no callable sign",
+    "destination.key_invalid": "the signing key or its id is malformed",
+    "destination.headers_invalid": "headers is not a callable",
+    "destination.timeout_invalid": "the timeout is not a number of seconds in (0, 86400]",
 }

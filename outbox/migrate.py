@@ -278,7 +278,12 @@ def _translated(error: SQLAlchemyError) -> OutboxError:
     name = _name(error)
     if name.endswith(_BUSY):
         return DatabaseError("dispatch.database_busy", found=name)
-    if isinstance(error, DBAPIError) and (error.connection_invalidated or isinstance(error, OperationalError)):
+    refused = name.endswith("SQLITE_ERROR")  # a wrong statement, which SQLite's driver calls operational
+    if (
+        isinstance(error, DBAPIError)
+        and (error.connection_invalidated or isinstance(error, OperationalError))
+        and not refused
+    ):
         return DatabaseError("dispatch.database_unavailable", found=name)
     return SchemaError("dispatch.migration_failed", "the database refused a migration", found=name)
 

@@ -25,13 +25,14 @@ def _finite(*values: Any) -> bool:
 
 
 def _identity(row: Any) -> bool:
-    return is_token(row.topic) and is_token(row.event_id) and is_sha256(row.payload_sha256) and row.status in STATUSES
+    tokens = is_token(row.topic) and is_token(row.event_id)
+    return tokens and is_sha256(row.payload_sha256) and row.status in STATUSES
 
 
 def _attempts(row: Any) -> bool:
     if not _whole(row.attempts, row.max_attempts, row.redrives):
         return False
-    return 0 <= row.attempts <= row.max_attempts and 1 <= row.max_attempts <= MAX_ATTEMPTS and row.redrives >= 0
+    return bool(0 <= row.attempts <= row.max_attempts <= MAX_ATTEMPTS and row.max_attempts >= 1 and row.redrives >= 0)
 
 
 def _progress(row: Any) -> bool:

@@ -258,8 +258,9 @@ def _found_check(found: _Found) -> str:
 def normalised(sql: object) -> str:
     """An SQL condition without what a database adds or leaves out when it prints one back: parentheses, casts such as
     ``::text``, white space and the case of letters."""
-    bare = _CAST.sub("", str(sql).lower())
+    bare = _OPERATOR.sub(r" \1 ", _CAST.sub("", str(sql).lower()))
     return " ".join(bare.replace("(", " ").replace(")", " ").split())
 
 
 _CAST: Final = re.compile(r"::\s*(?:double precision|character varying|[a-z_][a-z0-9_]*)(?:\[\])?")
+_OPERATOR: Final = re.compile(r"([<>=!]+)")

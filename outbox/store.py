@@ -19,13 +19,14 @@ from sqlalchemy.pool import Pool
 from outbox import schema
 from outbox.contracts.base import Contract, DeliveryFailed, Destination
 from outbox.dialects import dialect_for
-from outbox.dialects.base import Change, Count, NewEvent, Watch, event, lease_end
+from outbox.dialects.base import Change, Count, NewEvent, Watch, event, fence, lease_end
 from outbox.errors import (
     ClaimLostError,
     CollisionError,
     InputError,
     IntegrityError,
     NotFoundError,
+    SchemaError,
 )
 from outbox.policy import RetryPolicy
 from outbox.records import (
@@ -77,6 +78,7 @@ _STATUS_COLUMNS = [column for column in event.c if column.name not in ("payload"
 class _Transaction(NamedTuple):
     connection: Connection
     now: float
+    expired: bool
 
 
 class Outbox:
@@ -255,7 +257,7 @@ class Outbox:
             InputError: ``dispatch.topic_unknown``, ``dispatch.time_invalid``.
         """
         contract = self._contract(topic)
-        with self._transaction(check_now(now), write=False) as (connection, moment):
+        with self._transaction(check_now(now), write=False) as (connection, moment, _):
             return self._dialect.ready(connection, contract.topic, moment)
 
     def watch(self) -> Watch:
@@ -271,17 +273,22 @@ class Outbox:
         check_token(worker_id, code="dispatch.worker_invalid", longest=128)
         seconds = check_seconds(lease_seconds, code="dispatch.lease_invalid", longest=MAX_LEASE_SECONDS)
         now = check_now(now)
-        with self._transaction(now, write=True) as (connection, moment):
-            for row in self._dialect.recover(connection, moment, RECOVERY_LIMIT):
-                logger.warning("lease expired on event %s of %s: now %s", row.event_id, row.topic, row.status)
-            rows = self._dialect.lease(connection, contract.topic, worker_id, lease_end(moment, seconds), moment, limit)
-        claims = [_claim_of(row) for row in rows]
+        with self._transaction(now, write=True) as (connection, moment, expired):
+            if expired:
+                self._recover(connection, moment)
+            claims = self._dialect.lease(
+                connection, contract.topic, worker_id, lease_end(moment, seconds), moment, limit
+            )
         bad = [claim for claim in claims if not _proves_itself(contract, claim)]
         if bad:
             code = "dispatch.payload_integrity"
             self._apply([Change(claim, "failed", claim.attempt, error_code=code) for claim in bad], now)
             claims = [claim for claim in claims if claim not in bad]
         return claims, bad
+
+    def _recover(self, connection: Connection, now: float) -> None:
+        for row in self._dialect.recover(connection, now, RECOVERY_LIMIT):
+            logger.warning("lease expired on event %s of %s: now %s", row.event_id, row.topic, row.status)
 
     # -- settle -----------------------------------------------------------------------------------------------------
 
@@ -352,7 +359,7 @@ class Outbox:
         seconds = check_seconds(lease_seconds, code="dispatch.lease_invalid", longest=MAX_LEASE_SECONDS)
         if not wanted:
             return []
-        with self._transaction(check_now(now), write=True) as (connection, moment):
+        with self._transaction(check_now(now), write=True) as (connection, moment, _):
             expires_at = lease_end(moment, seconds)
             live = self._dialect.renew(connection, list(wanted.values()), expires_at, moment)
         return [_renewed(claim, expires_at) for claim in wanted.values() if claim.lease_token in live]
@@ -398,7 +405,7 @@ class Outbox:
     def _apply_all(self, changers: Sequence[Callable[[float], Change]], now: float | None) -> list[Settled]:
         if not changers:
             return []
-        with self._transaction(now, write=True) as (connection, moment):
+        with self._transaction(now, write=True) as (connection, moment, _):
             changes = [changer(moment) for changer in changers]
             first = {change.claim.lease_token: change for change in reversed(changes)}  # one claim twice: one can win
             won = self._dialect.settle(connection, list(first.values()), moment)
@@ -458,7 +465,7 @@ class Outbox:
         """
         contract = self._contract(topic)
         check_token(event_id, code="dispatch.event_invalid")
-        with self._transaction(check_now(now), write=False) as (connection, moment):
+        with self._transaction(check_now(now), write=False) as (connection, moment, _):
             row = self._find(connection, contract, event_id)
         check_row(row)
         check_payload(row, contract)
@@ -503,7 +510,7 @@ class Outbox:
             last = rows[-1].id
 
     def _glance(self, transaction: _Transaction) -> Health:
-        connection, now = transaction
+        connection, now, _ = transaction
         counted = {name: self._dialect.count(connection, where) for name, where in schema.COUNTED.items()}
         due = self._dialect.count(connection, schema.DUE, now)
         waiting_for_retry, unsettled = counted["retry_wait"], counted.pop("due")
@@ -534,7 +541,7 @@ class Outbox:
         """
         contract = self._contract(topic)
         check_token(event_id, code="dispatch.event_invalid")
-        with self._transaction(check_now(now), write=True) as (connection, moment):
+        with self._transaction(check_now(now), write=True) as (connection, moment, _):
             condition = (event.c.topic == contract.topic) & (event.c.event_id == event_id)
             redriven = self._dialect.redrive(connection, condition, moment, 1)
             row = self._find(connection, contract, event_id)
@@ -564,7 +571,7 @@ class Outbox:
         if error_code is not None:
             check_error(error_code, None)
             condition &= event.c.last_error_code == error_code
-        with self._transaction(check_now(now), write=True) as (connection, moment):
+        with self._transaction(check_now(now), write=True) as (connection, moment, _):
             return self._dialect.redrive(connection, condition, moment, limit)
 
     def purge(
@@ -589,7 +596,7 @@ class Outbox:
         contract = None if topic is None else self._contract(topic)
         check_int(limit, code="dispatch.limit_invalid", lowest=1, highest=MAX_BATCH)
         deleted = 0
-        with self._transaction(check_now(now), write=True) as (connection, moment):
+        with self._transaction(check_now(now), write=True) as (connection, moment, _):
             for settled in (schema.SUCCEEDED, schema.FAILED)[: 1 + bool(include_failed)]:
                 conditions: list[Any] = [schema.predicate(settled), event.c.updated_at <= moment - age]
                 if contract is not None:
@@ -604,7 +611,7 @@ class Outbox:
         Returns:
             One sentence about a setting that should be otherwise, or None.
         """
-        with self._transaction(None, write=False) as (connection, _):
+        with self._transaction(None, write=False) as (connection, _, _):
             return self._dialect.advice(connection)
 
     # -- connections ------------------------------------------------------------------------------------------------
@@ -612,12 +619,22 @@ class Outbox:
     @contextmanager
     def _transaction(self, now: float | None, *, write: bool) -> Iterator[_Transaction]:
         """A transaction of our own, in a database that has proven to be at the migration head."""
-        with self._dialect.begin(self._own(), write=write) as connection:
-            pulse = self._dialect.pulse(connection)
-            if pulse.generation != self._generation:
-                check_schema(connection)
-                self._generation = pulse.generation
-            yield _Transaction(connection, pulse.now if now is None else now)
+        try:
+            with self._dialect.begin(self._own(), write=write) as connection:
+                pulse = self._dialect.pulse(connection, now)
+                if pulse.generation != self._generation:
+                    check_schema(connection)
+                    self._generation = pulse.generation
+                yield _Transaction(connection, pulse.now, pulse.expired)
+        except SchemaError:
+            self._explain_schema()
+            raise
+
+    def _explain_schema(self) -> None:
+        """Say what is wrong with the schema, where a statement could only say that something is missing."""
+        self._generation = None
+        with self._dialect.begin(self._own(), write=False) as connection:
+            check_schema(connection)
 
     def _joinable(self, connection: HostConnection) -> Connection:
         """The Connection under what the host handed in, once it has proven fit to join."""
@@ -792,23 +809,6 @@ def _event_status(row: Any, now: float | None) -> EventStatus:
     return EventStatus(**{name: getattr(row, name) for name in names}, receipt=receipt, lease_expired=expired)
 
 
-def _claim_of(row: Any) -> Claim:
-    return Claim(
-        topic=row.topic,
-        event_id=row.event_id,
-        payload=row.payload,
-        payload_sha256=row.payload_sha256,
-        attempt=row.attempts,
-        max_attempts=row.max_attempts,
-        lease_owner=row.lease_owner,
-        lease_token=row.lease_token,
-        lease_expires_at=row.lease_expires_at,
-        id=row.id,
-        ordering_key=row.ordering_key,
-        headers=row.headers,
-    )
-
-
 def _proves_itself(contract: Contract, claim: Claim) -> bool:
     try:
         contract.verify(claim.event_id, claim.payload, claim.payload_sha256)
@@ -863,12 +863,8 @@ def _outcome_of(change: Change) -> Outcome:
 def _why_lost(row: Any, claim: Claim, now: float) -> str:
     if row is None:
         return "dispatch.claim_missing"
-    fence = (row.lease_token, row.lease_owner, row.attempts, row.max_attempts, row.payload_sha256, row.lease_expires_at)
-    ours = (
-        claim.lease_token, claim.lease_owner, claim.attempt, claim.max_attempts, claim.payload_sha256,
-        claim.lease_expires_at,
-    )  # fmt: skip
-    if fence != ours:
+    found = (row.id, row.lease_token, row.lease_owner, row.attempts, row.max_attempts, row.payload_sha256)
+    if (*found, row.lease_expires_at) != fence(claim):
         return "dispatch.claim_lost"
     if now >= row.lease_expires_at:
         return "dispatch.lease_expired"

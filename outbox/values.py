@@ -78,7 +78,7 @@ def check_now(now: object) -> float | None:
 
 def check_seconds(value: object, *, code: str, longest: float = sys.float_info.max, zero: bool = False) -> float:
     """A duration in seconds, in (0, longest], or [0, longest] with ``zero``."""
-    if not is_number(value) or not ((0 <= value if zero else 0 < value) and value <= longest):  # type: ignore[operator]
+    if not is_number(value) or not ((value >= 0 if zero else value > 0) and value <= longest):  # type: ignore[operator]
         bounds = f"{'[' if zero else '('}0, {longest:g}]"
         raise InputError(code, expected=f"seconds in {bounds}", found=describe(value))
     return float(value)  # type: ignore[arg-type]
@@ -149,10 +149,15 @@ def parse_canonical(text: str, *, code: str, max_bytes: int = MAX_PAYLOAD_BYTES)
     """
     try:
         value = json.loads(text)
+        again = _ENCODER.encode(value)
+        size = len(text.encode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise InputError(code, expected="canonical JSON") from error
-    if canonical_json(value, code=code, max_bytes=max_bytes) != text:
+    if again != text or size > max_bytes:
         raise InputError(code, expected="canonical JSON")
+    # What json.loads made is plain JSON; only its depth is left to doubt, and brackets are at least as many as levels.
+    if text.count("[") + text.count("{") > MAX_DEPTH:
+        _check_json(value, code, 0)
     return value
 
 

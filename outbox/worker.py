@@ -24,9 +24,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from outbox.contracts.base import Destination
+from outbox.dialects.base import Watch
 from outbox.errors import DatabaseError, InputError
 from outbox.records import Claim, Failure, Result, Settled
-from outbox.dialects.base import Watch
 from outbox.store import MAX_BATCH, Outbox, check_destination, deliver
 from outbox.values import check_int, check_seconds, check_token
 
@@ -274,8 +274,7 @@ class Worker:
         if not self._results or not (at_once or self._flush_due()):
             return
         batch = self._results[:MAX_BATCH]
-        # A renewed claim has replaced the one that the sender was given.
-        lines = self._outbox.settle(dataclasses.replace(result, claim=held.claim) for held, result in batch)
+        lines = self._outbox.settle(_current(held, result) for held, result in batch)
         del self._results[: len(batch)]
         for line in lines:
             self._drop(line.claim)
@@ -453,6 +452,11 @@ def _deliver(destination: Destination, claim: Claim) -> Result:
     except BaseException as error:  # noqa: BLE001 - SystemExit in a sender would end the thread and strand the claim
         logger.error("destination raised %s on event %s", type(error).__name__, claim.event_id)
         return Failure(claim, "dispatch.client_failure", retryable=False)
+
+
+def _current(held: _Held, result: Result) -> Result:
+    """The result under the claim as it is now: a renewed one has replaced the one that the sender was given."""
+    return result if result.claim is held.claim else dataclasses.replace(result, claim=held.claim)
 
 
 def _unique_id() -> str:

@@ -94,6 +94,7 @@ class Contract(ABC):
 
     def ordering_key(self, event: Any) -> str | None:
         """The key whose events are delivered one after another, or None for no order."""
+        del event
         return None
 
     def encode(self, event: Any) -> Encoded:

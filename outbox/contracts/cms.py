@@ -6,15 +6,16 @@ because values are content.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import unicodedata
 from collections.abc import Mapping
-from typing import Any, ClassVar, Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 from outbox.contracts.base import Contract, DeliveryFailed
 from outbox.errors import InputError
-from outbox.values import is_error_code, is_token, parse_canonical, sha256_hex_bytes
+from outbox.values import is_error_code, is_token, parse_canonical
 
 EVENT_SCHEMA: Final = "blun.cms-content-change.v2"
 RESPONSE_SCHEMA: Final = "blun.website-localization-api.v2"
@@ -64,7 +65,7 @@ class _Fault(NamedTuple):
 class CMSChange(Contract):
     """Topic ``cms.change``: one change of one source text, to be localized by the remote service."""
 
-    topic: ClassVar[str] = "cms.change"
+    topic = "cms.change"
 
     def check(self, event: Any) -> str:
         """Check an event and return its id. Whatever is handed in, the only exception is the declared one.
@@ -149,7 +150,7 @@ def _canonical_subtag(subtag: str) -> str:
     return subtag.title() if len(subtag) == _SCRIPT_LENGTH else subtag.lower()
 
 
-# -- the event ----------------------------------------------------------------------------------------------------------
+# -- the event --------------------------------------------------------------------------------------------------------
 
 
 def _event_fault(event: dict[str, Any]) -> _Fault | None:
@@ -249,7 +250,7 @@ def _language(locale: str) -> str:
     return locale.partition("-")[0].lower()
 
 
-# -- the response -------------------------------------------------------------------------------------------------------
+# -- the response -----------------------------------------------------------------------------------------------------
 
 
 def _response_fault(event_id: str, response: Any) -> _Fault | None:
@@ -313,10 +314,10 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _detail_hash(body: bytes | None) -> str | None:
     """Lets an operator find the body in a log of the server's, without our keeping any of it."""
-    return sha256_hex_bytes(body) if body else None
+    return hashlib.sha256(body).hexdigest() if body else None
 
 
-# -- single values ------------------------------------------------------------------------------------------------------
+# -- single values ----------------------------------------------------------------------------------------------------
 
 
 def _object_fault(

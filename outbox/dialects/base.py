@@ -42,22 +42,23 @@ DUE = schema.predicate(schema.DUE)
 LEASED = schema.predicate(schema.LEASED)
 FAILED = schema.predicate(schema.FAILED)
 
-#: What a claim carries away from its row.
+#: What a claim carries away from its row, in the order of Claim's fields; then what sorts it.
 CLAIM_COLUMNS = (
-    event.c.id,
     event.c.topic,
     event.c.event_id,
     event.c.payload,
     event.c.payload_sha256,
-    event.c.ordering_key,
-    event.c.headers,
     event.c.attempts,
     event.c.max_attempts,
-    event.c.next_attempt_at,
     event.c.lease_owner,
     event.c.lease_token,
     event.c.lease_expires_at,
+    event.c.id,
+    event.c.ordering_key,
+    event.c.headers,
+    event.c.next_attempt_at,
 )
+_CLAIM_FIELDS = len(CLAIM_COLUMNS) - 1
 #: Clearing a lease is the same three columns wherever a row stops being leased.
 NO_LEASE: Mapping[str, ColumnElement[Any]] = {
     "lease_owner": null(),
@@ -96,10 +97,12 @@ class Pulse(NamedTuple):
 
     Attributes:
         now: the time this transaction goes by.
+        expired: whether some lease ended at or before ``now`` and has not been recovered.
         generation: changes whenever the schema may have; compared, never read.
     """
 
     now: float
+    expired: bool
     generation: tuple[Any, ...]
 
 
@@ -145,8 +148,14 @@ class Dialect(ABC):
         """
 
     @abstractmethod
-    def pulse(self, connection: Connection) -> Pulse:
-        """The clock and the schema's generation."""
+    def pulse(self, connection: Connection, now: float | None) -> Pulse:
+        """The time (``now`` if given), whether there are leases to recover, and the schema's generation.
+
+        One statement, since it is asked in every transaction.
+
+        Raises:
+            SchemaError: ``dispatch.schema_altered``: a table is missing.
+        """
 
     @abstractmethod
     def in_transaction(self, connection: Connection) -> bool:
@@ -201,13 +210,14 @@ class Dialect(ABC):
         now: float,
         limit: int,
         floor: float = 0.0,
-    ) -> list[Row[Any]]:
+    ) -> list[Claim]:
         """Lease up to ``limit`` events due in [floor, now], in due order."""
         parameters = {
             "of_topic": topic, "owner": owner, "expires_at": expires_at, "now": now, "limit": limit, "floor": floor,
         }  # fmt: skip
-        rows = connection.execute(self._lease, parameters).all()
-        return sorted(rows, key=lambda row: (row.next_attempt_at, row.id))  # RETURNING promises no order
+        rows = list(connection.execute(self._lease, parameters).all())
+        rows.sort(key=lambda row: (row[-1], row[9]))  # by next_attempt_at and id; RETURNING promises no order
+        return [Claim(*row[:_CLAIM_FIELDS]) for row in rows]
 
     def redrive(self, connection: Connection, condition: ColumnElement[bool], now: float, limit: int) -> int:
         """Make up to ``limit`` failed events under ``condition`` due again; return how many."""
@@ -229,6 +239,7 @@ class Dialect(ABC):
 
     def watch(self, engine: Engine) -> Watch:
         """Something that tells cheaply whether there may be new work. By default nothing does, and workers poll."""
+        del engine
         return Watch()
 
     def ready(self, connection: Connection, topic: str, now: float) -> bool:
@@ -343,6 +354,19 @@ _READY = select(
         exists().where(LEASED, event.c.lease_expires_at <= bindparam("now")),
     )
 )
+
+
+def fence(claim: Claim) -> tuple[Any, ...]:
+    """What a row must still say for the claim to own it."""
+    return (
+        claim.id,
+        claim.lease_token,
+        claim.lease_owner,
+        claim.attempt,
+        claim.max_attempts,
+        claim.payload_sha256,
+        claim.lease_expires_at,
+    )
 
 
 def lease_end(now: float, lease_seconds: float) -> float:

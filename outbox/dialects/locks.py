@@ -106,14 +106,14 @@ def _sqlite(connection: Connection, patience: float) -> Iterator[None]:
     if connection.in_transaction():
         driver = _driver(connection)
         if not driver.in_transaction:
-            _poll(lambda: _begin_immediate(driver), patience)
+            _begin_immediate(driver, patience)
         yield
         return
     with connection.begin():
         driver = _driver(connection)
         if driver.in_transaction:  # a deferred one, begun for SQLAlchemy by the engine's settings; nothing is in it yet
             driver.execute("ROLLBACK")
-        _poll(lambda: _begin_immediate(driver), patience)
+        _begin_immediate(driver, patience)
         autocommit = getattr(driver, "autocommit", None) is True  # Python 3.12: commit() does nothing
         try:
             yield
@@ -121,16 +121,18 @@ def _sqlite(connection: Connection, patience: float) -> Iterator[None]:
             if autocommit:
                 driver.execute("ROLLBACK")
             raise
-        _poll(lambda: _commit(driver, autocommit), patience)
+        # Without WAL a reader keeps the file locked against the commit, which can then be tried again.
+        commit = (lambda: driver.execute("COMMIT")) if autocommit else driver.commit
+        _poll(lambda: _unless_busy(commit), patience)
 
 
-def _begin_immediate(driver: Any) -> bool:
-    return _unless_busy(lambda: driver.execute("BEGIN IMMEDIATE"))
-
-
-def _commit(driver: Any, autocommit: bool) -> bool:
-    # Without WAL a reader keeps the file locked against the commit, which can then be tried again.
-    return _unless_busy((lambda: driver.execute("COMMIT")) if autocommit else driver.commit)
+def _begin_immediate(driver: Any, patience: float) -> None:
+    (host_milliseconds,) = driver.execute("PRAGMA busy_timeout").fetchone()
+    driver.execute("PRAGMA busy_timeout = 0")  # the patience is ours; SQLite's own may be longer
+    try:
+        _poll(lambda: _unless_busy(lambda: driver.execute("BEGIN IMMEDIATE")), patience)
+    finally:
+        driver.execute(f"PRAGMA busy_timeout = {host_milliseconds}")
 
 
 def _unless_busy(action: Callable[[], object]) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
 from sqlalchemy import (
+    JSON,
     BigInteger,
     Connection,
     Double,
@@ -25,13 +27,13 @@ from sqlalchemy import (
     text,
     update,
 )
-from sqlalchemy.dialects.postgresql import ARRAY, insert
+from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.sql import ColumnElement, Select, TableValuedAlias
 from sqlalchemy.types import TypeEngine
 
 from outbox import schema
-from outbox.dialects.base import NO_LEASE, Change, Count, Dialect, NewEvent, Pulse, event, insert_values
+from outbox.dialects.base import NO_LEASE, Change, Count, Dialect, NewEvent, Pulse, event, fence, insert_values
 from outbox.errors import DatabaseError, OutboxError, SchemaError
 from outbox.records import Claim
 
@@ -43,11 +45,13 @@ _BUSY: Final = {"55P03", "57014", "40001", "40P01"}  # lock not available, cance
 
 # One statement for the clock and for what changes when the schema does; a missing table raises or returns no row.
 _PULSE = text(
-    "SELECT extract(epoch FROM clock_timestamp())::double precision AS now,"
+    "SELECT clock.now, EXISTS (SELECT FROM outbox_event WHERE (status = 'leased') AND lease_expires_at <= clock.now),"
     f" (SELECT string_agg(version_num, ',') FROM {schema.VERSION_TABLE}) AS revision, c.relchecks,"
     " (SELECT count(*) FROM pg_attribute WHERE attrelid = c.oid AND attnum > 0 AND NOT attisdropped) AS columns,"
     " (SELECT count(*) FROM pg_index WHERE indrelid = c.oid AND indisvalid) AS indexes"
-    f" FROM pg_class AS c WHERE c.oid = to_regclass('{schema.EVENT_TABLE}')"
+    " FROM (SELECT coalesce(CAST(:now AS double precision), extract(epoch FROM clock_timestamp())::double precision)"
+    "       AS now OFFSET 0) AS clock"  # OFFSET 0: read once, or the volatile clock forbids the index
+    f" LEFT JOIN pg_class AS c ON c.oid = to_regclass('{schema.EVENT_TABLE}')"
 )
 # Several connections may reach one database under several names (a pooler's port, a socket), so names prove nothing.
 _IDENTITY = text(
@@ -66,14 +70,15 @@ class PostgreSQLDialect(Dialect):
     def begin(self, engine: Engine, *, write: bool = True) -> Iterator[Connection]:
         # READ COMMITTED whatever the host's default: under REPEATABLE READ a claim that meets another's would abort
         # instead of taking the next row.
-        with self.mapped_errors(), engine.connect() as connection:
-            connection = connection.execution_options(isolation_level="READ COMMITTED")
+        del write  # readers and writers begin alike
+        with self.mapped_errors(), engine.connect() as plain:
+            connection = plain.execution_options(isolation_level="READ COMMITTED")
             with connection.begin():
                 yield connection
 
-    def pulse(self, connection: Connection) -> Pulse:
-        row = connection.execute(_PULSE).one_or_none()
-        return Pulse(0.0, ()) if row is None else Pulse(row.now, tuple(row)[1:])
+    def pulse(self, connection: Connection, now: float | None) -> Pulse:
+        moment, expired, *generation = connection.execute(_PULSE, {"now": now}).one()
+        return Pulse(moment, expired, tuple(generation))
 
     def in_transaction(self, connection: Connection) -> bool:
         raw = connection.connection.dbapi_connection
@@ -103,21 +108,18 @@ class PostgreSQLDialect(Dialect):
             statement = _INSERT if now is None else _INSERT_AT
             return connection.execute(statement, {**insert_values(rows)[0], "now": now}).all()
         statement = _INSERT_MANY if now is None else _INSERT_MANY_AT
-        parameters = _arrays(NewEvent._fields, rows)
-        return connection.execute(statement, {**parameters, "now": now}).all()
+        return connection.execute(statement, {"records": _records(NewEvent._fields, rows), "now": now}).all()
 
     def settle(self, connection: Connection, changes: Sequence[Change], now: float) -> set[str]:
         changes = sorted(changes, key=lambda change: change.claim.id)  # one order of locking, so no deadlocks
-        parameters = {
-            **_arrays(_FENCE_TYPES, (change.claim for change in changes)),
-            **_arrays(_CHANGE_TYPES, changes),
-            "now": now,
-        }
+        rows = [(*fence(change.claim), *change[1:]) for change in changes]
+        parameters = {"records": _records([*_FENCE_TYPES, *_CHANGE_TYPES], rows), "now": now}
         return set(connection.execute(_SETTLE, parameters).scalars())
 
     def renew(self, connection: Connection, claims: Sequence[Claim], expires_at: float, now: float) -> set[str]:
         claims = sorted(claims, key=lambda claim: claim.id)
-        parameters = {**_arrays(_FENCE_TYPES, claims), "expires_at": expires_at, "now": now}
+        records = _records(_FENCE_TYPES, [fence(claim) for claim in claims])
+        parameters = {"records": records, "expires_at": expires_at, "now": now}
         return set(connection.execute(_RENEW, parameters).scalars())
 
     # -- asking -----------------------------------------------------------------------------------------------------
@@ -139,6 +141,7 @@ class PostgreSQLDialect(Dialect):
         return f"{failures} page checksum failures" if failures else None
 
     def advice(self, connection: Connection) -> str | None:
+        del connection
         return None
 
     # -- shared statements ------------------------------------------------------------------------------------------
@@ -165,11 +168,11 @@ def _insert_many(now: ColumnElement[float]) -> Any:
     Ids are drawn in the order given, since that is the due order of equal times; rows are then inserted in the order of
     their event ids, so that two hosts with overlapping batches wait for each other instead of deadlocking.
     """
-    given = _unnest({name: event.c[name].type for name in NewEvent._fields})
+    given = _recordset({name: event.c[name].type for name in NewEvent._fields})
     next_id = func.nextval(func.pg_get_serial_sequence(schema.EVENT_TABLE, "id"))
     numbered = select(next_id.label("id"), *given.c).subquery()
     constants = {"status": literal("pending"), "attempts": literal(0), "redrives": literal(0)}
-    times = {name: now for name in ("next_attempt_at", "created_at", "updated_at")}
+    times = dict.fromkeys(("next_attempt_at", "created_at", "updated_at"), now)
     columns = [*numbered.c, *constants.values(), *times.values()]
     ordered = select(*columns).order_by(numbered.c.topic, numbered.c.event_id)
     names = ["id", *NewEvent._fields, *constants, *times]
@@ -183,16 +186,21 @@ def _idempotent(statement: Any) -> Any:
     )
 
 
-def _unnest(types: dict[str, TypeEngine[Any]]) -> TableValuedAlias:
-    arrays = [bindparam(f"all_{name}", type_=ARRAY(kind)) for name, kind in types.items()]
+def _recordset(types: Mapping[str, TypeEngine[Any]]) -> TableValuedAlias:
+    """Many rows as one parameter, so that a batch of any size is one statement of constant text.
+
+    JSON rather than arrays: it is encoded in one go in C, where psycopg escapes every element of every array in Python,
+    and its numbers are read back to the very same doubles.
+    """
     columns = [column(name, kind) for name, kind in types.items()]
-    return func.unnest(*arrays).table_valued(*columns, name="given").render_derived()
+    records = func.json_to_recordset(cast(bindparam("records", type_=Text()), JSON))
+    return records.table_valued(*columns, name="given").render_derived(with_types=True)
 
 
-def _arrays(names: Iterable[str], records: Iterable[Any]) -> dict[str, list[Any]]:
-    """The parameters of :func:`_unnest`: one array a column. (A bare column's name would mean the SET clause.)"""
-    records = list(records)
-    return {f"all_{name}": [getattr(record, name) for record in records] for name in names}
+def _records(names: Iterable[str], rows: Iterable[Sequence[Any]]) -> str:
+    """The parameter of :func:`_recordset`."""
+    names = tuple(names)
+    return json.dumps([dict(zip(names, row, strict=True)) for row in rows], ensure_ascii=False)
 
 
 _FENCE_TYPES: Final[dict[str, TypeEngine[Any]]] = {
@@ -235,7 +243,7 @@ def _live(given: TableValuedAlias) -> list[ColumnElement[bool]]:
 
 
 def _settle() -> Any:
-    given = _unnest({**_FENCE_TYPES, **_CHANGE_TYPES})
+    given = _recordset({**_FENCE_TYPES, **_CHANGE_TYPES})
     changed = update(event).where(*_live(given))
     return changed.values(
         status=given.c.status,
@@ -251,7 +259,7 @@ def _settle() -> Any:
 
 
 def _renew() -> Any:
-    given = _unnest(_FENCE_TYPES)
+    given = _recordset(_FENCE_TYPES)
     changed = update(event).where(*_live(given))
     expires_at: ColumnElement[float] = bindparam("expires_at", type_=Double())
     return changed.values(lease_expires_at=expires_at, updated_at=_GIVEN).returning(event.c.lease_token)

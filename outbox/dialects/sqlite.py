@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final, cast
 
 from sqlalchemy import Connection, Engine, PoolProxiedConnection, Row, bindparam, func, select, text, update
@@ -15,7 +15,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.sql import ColumnElement, Select
 
 from outbox import schema
-from outbox.dialects.base import NO_LEASE, Change, Count, Dialect, NewEvent, Pulse, Watch, event, insert_values
+from outbox.dialects.base import NO_LEASE, Change, Count, Dialect, NewEvent, Pulse, Watch, event, fence, insert_values
 from outbox.errors import DatabaseError, OutboxError, SchemaError
 from outbox.records import Claim
 
@@ -24,8 +24,8 @@ PATIENCE: Final = 5.0
 _LONGEST_NAP: Final = 0.05
 
 _PULSE = text(
-    f"SELECT (SELECT group_concat(version_num) FROM {schema.VERSION_TABLE}) AS revision, schema_version"
-    " FROM pragma_schema_version"
+    f"SELECT EXISTS (SELECT 1 FROM {schema.EVENT_TABLE} WHERE ({schema.LEASED}) AND lease_expires_at <= :now),"
+    f" (SELECT group_concat(version_num) FROM {schema.VERSION_TABLE}), schema_version FROM pragma_schema_version"
 )
 _BUSY: Final = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 
@@ -51,8 +51,10 @@ class SQLiteDialect(Dialect):
                     if raw.in_transaction:  # not so after errors on which SQLite itself rolled back
                         raw.execute("ROLLBACK")
 
-    def pulse(self, connection: Connection) -> Pulse:
-        return Pulse(time.time(), tuple(connection.execute(_PULSE).one()))
+    def pulse(self, connection: Connection, now: float | None) -> Pulse:
+        moment = time.time() if now is None else now
+        expired, *generation = connection.execute(_PULSE, {"now": moment}).one()
+        return Pulse(moment, bool(expired), tuple(generation))
 
     def in_transaction(self, connection: Connection) -> bool:
         raw = _raw(connection)
@@ -72,7 +74,7 @@ class SQLiteDialect(Dialect):
         path = connection.execute(text("SELECT file FROM pragma_database_list WHERE name = 'main'")).scalar()
         if not path:  # a database in memory belongs to its connection
             return ("memory", id(connection.connection.dbapi_connection))
-        found = os.stat(path)
+        found = Path(path).stat()
         return (found.st_dev, found.st_ino)
 
     def translate(self, error: SQLAlchemyError) -> OutboxError:
@@ -113,7 +115,7 @@ class SQLiteDialect(Dialect):
         """Which claims are live. The write lock is ours, so what is read here still holds when we write."""
         rows = connection.execute(_FENCE, {"ids": [claim.id for claim in claims], "now": now})
         fences = {row.id: tuple(row) for row in rows}
-        return {claim.lease_token for claim in claims if fences.get(claim.id) == _fence(claim)}
+        return {claim.lease_token for claim in claims if fences.get(claim.id) == fence(claim)}
 
     # -- waiting for work -------------------------------------------------------------------------------------------
 
@@ -221,13 +223,6 @@ def _count(condition: str, now: float | None) -> Select[Any]:
 
 def _raw(connection: Connection) -> sqlite3.Connection:
     return cast(sqlite3.Connection, connection.connection.dbapi_connection)
-
-
-def _fence(claim: Claim) -> tuple[Any, ...]:
-    return (
-        claim.id, claim.lease_token, claim.lease_owner, claim.attempt, claim.max_attempts, claim.payload_sha256,
-        claim.lease_expires_at,
-    )  # fmt: skip
 
 
 def _settle_parameters(change: Change, now: float) -> dict[str, Any]:
