@@ -169,7 +169,7 @@ def parse_origin(value: object, *, allow_loopback_http: bool = False) -> Origin:
         raise _origin_error(f"a port from 1 to {_MAX_PORT}")
     if host.startswith("["):
         host = host[1:-1]
-        if _literal(host) is None:
+        if not isinstance(_literal(host), ipaddress.IPv6Address):
             raise _origin_error("an IPv6 address in the brackets")
     elif not _is_host(host):
         raise _origin_error("a host name or an IPv4 address")
@@ -513,7 +513,7 @@ class _Shelf:
                 return
             self._lines.append(line)
             # The coldest lie at the bottom, where nobody would find them as long as fewer threads send than once did.
-            while self._lines[0].expired():
+            while self._lines and self._lines[0].expired():
                 self._lines.popleft().close()
 
     def close(self) -> None:

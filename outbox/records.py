@@ -31,6 +31,7 @@ class Claim:
         lease_expires_at: when another worker may take the event.
         headers: JSON text kept beside the event (trace context), or None.
         id: the row's surrogate key.
+        due_at: since when the event had been due.
     """
 
     topic: str
@@ -45,6 +46,7 @@ class Claim:
     id: int
     ordering_key: str | None = None
     headers: str | None = field(default=None, repr=False)
+    due_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -233,18 +233,25 @@ class Outbox:
         topic: str | None = None,
         limit: int = 100,
         lease_seconds: float = 600,
+        due_from: float = 0.0,
         now: float | None = None,
     ) -> list[Claim]:
         """Lease up to ``limit`` (1 to 1000) events in due order. Empty means that nothing was due.
 
         Events whose payload no longer proves itself are quarantined and logged, and do not stop the others.
 
+        Args:
+            due_from: pass over what was due before this time. While an old snapshot is held, PostgreSQL cannot forget
+                the index entries of delivered events, and a claim that begins at the oldest walks over all of them. A
+                caller that passes over must also ask without, now and then: an event may be committed late.
+
         Raises:
             InputError: as :meth:`claim`, and ``dispatch.limit_invalid``.
         """
         check_int(limit, code="dispatch.limit_invalid", lowest=1, highest=MAX_BATCH)
+        floor = check_now(due_from) or 0.0
         while True:
-            good, bad = self._claim(worker_id, topic, limit, lease_seconds, now)
+            good, bad = self._claim(worker_id, topic, limit, lease_seconds, now, floor)
             for claim in bad:
                 logger.error("quarantined event %s of %s: dispatch.payload_integrity", claim.event_id, claim.topic)
             if good or not bad:  # a batch of nothing but poison is not an empty outbox
@@ -265,7 +272,7 @@ class Outbox:
         return self._dialect.watch(self._own())
 
     def _claim(
-        self, worker_id: str, topic: str | None, limit: int, lease_seconds: float, now: float | None
+        self, worker_id: str, topic: str | None, limit: int, lease_seconds: float, now: float | None, floor: float = 0.0
     ) -> tuple[list[Claim], list[Claim]]:
         """Lease, then verify. Between the two a crash leaves an ordinary lease, so that needs no transaction around it
         and SQLite's write lock is not held over the hashing."""
@@ -277,7 +284,7 @@ class Outbox:
             if expired:
                 self._recover(connection, moment)
             claims = self._dialect.lease(
-                connection, contract.topic, worker_id, lease_end(moment, seconds), moment, limit
+                connection, contract.topic, worker_id, lease_end(moment, seconds), moment, limit, floor
             )
         bad = [claim for claim in claims if not _proves_itself(contract, claim)]
         if bad:

@@ -37,6 +37,10 @@ FLUSH_SECONDS: Final = 0.005
 #: Idle polling backs off between these, in seconds. A watch that can tell of new work makes the longest the floor.
 SHORTEST_POLL: Final = 0.02
 LONGEST_POLL: Final = 1.0
+#: Claims begin so long before the oldest event of the last one, and at the very oldest every so often, in seconds: that
+#: finds what was committed late, released, or made due in the past.
+FLOOR_SLACK: Final = 0.5
+SWEEP_SECONDS: Final = 1.0
 #: After a database error, in seconds; doubled up to the longest, and jittered so that workers do not return as one.
 SHORTEST_OUTAGE_PAUSE: Final = 0.1
 LONGEST_OUTAGE_PAUSE: Final = 5.0
@@ -80,6 +84,8 @@ class _Lane:
     claim_at: float = 0.0
     pause: float = SHORTEST_POLL
     drained: bool = False
+    floor: float = 0.0
+    sweep_at: float = 0.0
 
     @property
     def room(self) -> int:
@@ -242,26 +248,43 @@ class Worker:
         asked_at = time.monotonic()
         if asked_at < lane.claim_at or not (room := min(lane.room, self._batch)):
             return
-        # Reading first keeps an idle worker from taking SQLite's write lock at every commit of the host's.
+        sweeping = asked_at >= lane.sweep_at
+        if sweeping:
+            lane.sweep_at = asked_at + SWEEP_SECONDS
         claims: list[Claim] = []
+        # Reading first keeps an idle worker from taking SQLite's write lock at every commit of the host's.
         if lane.pause == SHORTEST_POLL or self._outbox.ready(topic=lane.topic):
             claims = self._outbox.claim_batch(
-                self.worker_id, topic=lane.topic, limit=room, lease_seconds=self._lease_seconds
+                self.worker_id,
+                topic=lane.topic,
+                limit=room,
+                lease_seconds=self._lease_seconds,
+                due_from=0.0 if sweeping else lane.floor,
             )
+        self._take(lane, claims, asked_at + self._lease_seconds)
+        if claims:
+            lane.floor = max(0.0, claims[0].due_at - FLOOR_SLACK)
+        if len(claims) == room:
+            lane.claim_at, lane.pause = 0.0, SHORTEST_POLL
+        elif not sweeping:
+            lane.claim_at = lane.sweep_at = 0.0  # nothing more above the floor; look below it before resting
+        else:
+            self._rest(lane, empty=not claims)
+
+    def _take(self, lane: _Lane, claims: list[Claim], deadline: float) -> None:
         for claim in claims:
-            held = _Held(claim, asked_at + self._lease_seconds)
+            held = _Held(claim, deadline)
             self._held[claim.lease_token] = held
             lane.waiting.put(held)
         self._counts["claimed"] += len(claims)
         lane.in_hand += len(claims)
-        self._schedule(lane, full=len(claims) == room, empty=not claims)
+        lane.drained = False
 
-    def _schedule(self, lane: _Lane, *, full: bool, empty: bool) -> None:
+    @staticmethod
+    def _rest(lane: _Lane, *, empty: bool) -> None:
         lane.drained = empty
-        if full:
-            lane.pause, lane.claim_at = SHORTEST_POLL, 0.0
-            return
         lane.claim_at = time.monotonic() + lane.pause
+        lane.sweep_at = 0.0
         lane.pause = min(lane.pause * 2, LONGEST_POLL) if empty else SHORTEST_POLL
 
     def _expect_work(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -175,6 +176,27 @@ def test_a_poisoned_row_stops_nobody(outbox: Outbox, engine: Engine) -> None:
     stats = Worker(outbox, {"test.plain": Scripted()}, concurrency=1, batch=1).run(until_idle=True)
     assert stats.succeeded == 2
     assert outbox.status("event-0").last_error_code == "dispatch.payload_integrity"
+
+
+def test_what_becomes_due_below_the_floor_is_not_left_behind(outbox: Outbox, engine: Engine) -> None:
+    """Events dated in the past, as a host that commits late makes them, while the worker is busy above them."""
+    now = outbox.enqueue({"id": "first"}).created_at
+    numbers, late_seen = itertools.count(), threading.Event()
+    deadline = time.monotonic() + PATIENCE
+
+    def deliver(claim: Claim) -> None:
+        if claim.event_id == "first":
+            outbox.enqueue({"id": "late"}, now=now - 3600)
+        if claim.event_id == "late":
+            late_seen.set()
+        # Never idle until then: with nothing left above its floor any worker would look below it.
+        elif not late_seen.is_set() and time.monotonic() < deadline:
+            outbox.enqueue_many([{"id": f"more-{next(numbers)}"} for _ in range(2)])
+
+    Worker(outbox, {"test.plain": Scripted(deliver)}, concurrency=1, batch=1).run(until_idle=True)
+    assert late_seen.is_set()
+    assert time.monotonic() < deadline
+    assert outbox.health().due == 0
 
 
 def test_an_idle_worker_finds_new_work(outbox: Outbox) -> None:

@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import starmap
 from typing import Any, NamedTuple
 
 from sqlalchemy import (
@@ -42,7 +43,7 @@ DUE = schema.predicate(schema.DUE)
 LEASED = schema.predicate(schema.LEASED)
 FAILED = schema.predicate(schema.FAILED)
 
-#: What a claim carries away from its row, in the order of Claim's fields; then what sorts it.
+#: What a claim carries away from its row, in the order of Claim's fields.
 CLAIM_COLUMNS = (
     event.c.topic,
     event.c.event_id,
@@ -58,7 +59,6 @@ CLAIM_COLUMNS = (
     event.c.headers,
     event.c.next_attempt_at,
 )
-_CLAIM_FIELDS = len(CLAIM_COLUMNS) - 1
 #: Clearing a lease is the same three columns wherever a row stops being leased.
 NO_LEASE: Mapping[str, ColumnElement[Any]] = {
     "lease_owner": null(),
@@ -215,9 +215,8 @@ class Dialect(ABC):
         parameters = {
             "of_topic": topic, "owner": owner, "expires_at": expires_at, "now": now, "limit": limit, "floor": floor,
         }  # fmt: skip
-        rows = list(connection.execute(self._lease, parameters).all())
-        rows.sort(key=lambda row: (row[-1], row[9]))  # by next_attempt_at and id; RETURNING promises no order
-        return [Claim(*row[:_CLAIM_FIELDS]) for row in rows]
+        rows = connection.execute(self._lease, parameters).all()
+        return sorted(starmap(Claim, rows), key=_due_order)  # RETURNING promises no order
 
     def redrive(self, connection: Connection, condition: ColumnElement[bool], now: float, limit: int) -> int:
         """Make up to ``limit`` failed events under ``condition`` due again; return how many."""
@@ -354,6 +353,10 @@ _READY = select(
         exists().where(LEASED, event.c.lease_expires_at <= bindparam("now")),
     )
 )
+
+
+def _due_order(claim: Claim) -> tuple[float, int]:
+    return claim.due_at, claim.id
 
 
 def fence(claim: Claim) -> tuple[Any, ...]:
