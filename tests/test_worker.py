@@ -180,12 +180,13 @@ def test_a_poisoned_row_stops_nobody(outbox: Outbox, engine: Engine) -> None:
 
 def test_what_becomes_due_below_the_floor_is_not_left_behind(outbox: Outbox, engine: Engine) -> None:
     """Events dated in the past, as a host that commits late makes them, while the worker is busy above them."""
-    now = outbox.enqueue({"id": "first"}).created_at
+    fill(outbox, 50)
+    now = outbox.status("event-0").created_at
     numbers, late_seen = itertools.count(), threading.Event()
     deadline = time.monotonic() + PATIENCE
 
     def deliver(claim: Claim) -> None:
-        if claim.event_id == "first":
+        if claim.event_id == "event-10":
             outbox.enqueue({"id": "late"}, now=now - 3600)
         if claim.event_id == "late":
             late_seen.set()

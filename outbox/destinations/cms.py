@@ -154,7 +154,7 @@ class CMSDestination:
 
     def _sign(self, body: bytes) -> list[Header]:
         try:
-            return _signature_headers(*self._signer.sign(body))
+            return _signature_headers(self._signer.sign(body))
         except Exception:  # noqa: BLE001, S110
             pass
         # Raised out here, not in the handler: a signer's exception can quote the key, and would be chained even so.
@@ -187,7 +187,10 @@ def _check_key(key: object) -> bytes:
     return key
 
 
-def _signature_headers(algorithm: str, key_id: str, signature: str) -> list[Header]:
+def _signature_headers(signed: object) -> list[Header]:
+    if not isinstance(signed, tuple):  # three characters of text would unpack just as well
+        raise TypeError
+    algorithm, key_id, signature = signed
     if not (is_token(algorithm) and is_token(key_id) and _SIGNATURE.fullmatch(signature)):
         raise ValueError
     return [
