@@ -1,0 +1,31 @@
+"""How long the generated tests run: briefly and always the same in CI, or for as long as one likes.
+
+``OUTBOX_HYPOTHESIS_PROFILE=thorough`` looks further every time; ``OUTBOX_HYPOTHESIS_EXAMPLES`` says how far. Import
+``settings`` from here, not from hypothesis: the profile has to be loaded before the first test is decorated.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+from hypothesis import HealthCheck, settings
+
+__all__ = ["PROFILE", "examples", "settings"]
+
+PROFILE: Final = os.environ.get("OUTBOX_HYPOTHESIS_PROFILE", "ci")
+
+# Machines are shared and noisy, so nothing here is timed. An engine lives as long as its test, not as one example.
+_ALWAYS: Final = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]}
+
+settings.register_profile("ci", derandomize=True, database=None, print_blob=True, **_ALWAYS)
+settings.register_profile("thorough", print_blob=True, **_ALWAYS)
+settings.load_profile(PROFILE)
+
+
+def examples(ci: int, thorough: int) -> int:
+    """How many examples a test tries in the profile that is loaded."""
+    wanted = os.environ.get("OUTBOX_HYPOTHESIS_EXAMPLES")
+    if wanted:
+        return int(wanted)
+    return thorough if PROFILE == "thorough" else ci
