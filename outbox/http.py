@@ -559,9 +559,9 @@ class Sender:
         )
         shelf = self._current_shelf()
         outcome: Reply | TransportFailed = TransportFailed(unsent=True, kind="")
-        # The server may have closed a kept connection since. As long as it took no byte, the next one can be tried.
-        while isinstance(outcome, TransportFailed) and outcome.unsent and (line := shelf.take()) is not None:
+        if (line := shelf.take()) is not None:
             outcome = _attempt(line, shelf, request, deadline)
+        # The server may have closed the kept connection just now. As long as it took no byte, another can be tried.
         if isinstance(outcome, TransportFailed) and outcome.unsent:
             fresh = self._dial(deadline)
             outcome = fresh if isinstance(fresh, TransportFailed) else _attempt(fresh, shelf, request, deadline)

@@ -196,7 +196,7 @@ class Outbox:
         return found
 
     @staticmethod
-    def _existing(connection: Connection, rows: Iterable[NewEvent]) -> Iterator[Any]:
+    def _existing(connection: Connection, rows: Iterable[NewEvent | Claim]) -> Iterator[Any]:
         for chunk in _chunks([(row.topic, row.event_id) for row in rows], CHUNK_ROWS):
             keys = tuple_(event.c.topic, event.c.event_id).in_(chunk)
             yield from connection.execute(select(*_STATUS_COLUMNS).where(keys)).all()
@@ -362,14 +362,18 @@ class Outbox:
         Raises:
             InputError: ``dispatch.claim_invalid``, ``dispatch.lease_invalid``, ``dispatch.time_invalid``.
         """
-        wanted = {claim.lease_token: claim for claim in map(check_claim, claims)}
+        wanted = [check_claim(claim) for claim in claims]
         seconds = check_seconds(lease_seconds, code="dispatch.lease_invalid", longest=MAX_LEASE_SECONDS)
+        now = check_now(now)
         if not wanted:
             return []
-        with self._transaction(check_now(now), write=True) as (connection, moment, _):
+        with self._transaction(now, write=True) as (connection, moment, _):
             expires_at = lease_end(moment, seconds)
-            live = self._dialect.renew(connection, list(wanted.values()), expires_at, moment)
-        return [_renewed(claim, expires_at) for claim in wanted.values() if claim.lease_token in live]
+            live = _in_turn(
+                wanted,
+                lambda turn: self._dialect.renew(connection, [wanted[index] for index in turn], expires_at, moment),
+            )
+        return [_renewed(wanted[index], expires_at) for index in sorted(live)]
 
     def release(self, claims: Iterable[Claim], *, now: float | None = None) -> list[Settled]:
         """Give back events that were not sent: due again at once, the attempt not counted.
@@ -414,25 +418,24 @@ class Outbox:
             return []
         with self._transaction(now, write=True) as (connection, moment, _):
             changes = [changer(moment) for changer in changers]
-            first = {change.claim.lease_token: change for change in reversed(changes)}  # one claim twice: one can win
-            won = self._dialect.settle(connection, list(first.values()), moment)
-            lost = [change.claim for change in changes if change.claim.lease_token not in won]
+            claims = [change.claim for change in changes]
+            won = _in_turn(
+                claims, lambda turn: self._dialect.settle(connection, [changes[index] for index in turn], moment)
+            )
+            lost = [claim for index, claim in enumerate(claims) if index not in won]
             reasons = self._reasons(connection, lost, moment) if lost else {}
         return [
             Settled(change.claim, True, _outcome_of(change), None)
-            if change.claim.lease_token in won and first[change.claim.lease_token] is change
-            else Settled(change.claim, False, None, reasons.get(change.claim.lease_token, "dispatch.claim_lost"))
-            for change in changes
+            if index in won
+            else Settled(change.claim, False, None, reasons[fence(change.claim)])
+            for index, change in enumerate(changes)
         ]
 
-    @staticmethod
-    def _reasons(connection: Connection, claims: Sequence[Claim], now: float) -> dict[str, str]:
-        ids = [claim.id for claim in claims]
-        rows: dict[int, Any] = {}
-        for chunk in _chunks(ids, CHUNK_ROWS):
-            found = connection.execute(select(event).where(event.c.id.in_(chunk)))
-            rows.update((row.id, row) for row in found)
-        return {claim.lease_token: _why_lost(rows.get(claim.id), claim, now) for claim in claims}
+    @classmethod
+    def _reasons(cls, connection: Connection, claims: Sequence[Claim], now: float) -> dict[tuple[Any, ...], str]:
+        """Why each claim lost, by its fence. Looked up by name: SQLite gives a purged row's id to the next event."""
+        rows = {(row.topic, row.event_id): row for row in cls._existing(connection, claims)}
+        return {fence(claim): _why_lost(rows.get((claim.topic, claim.event_id)), claim, now) for claim in claims}
 
     # -- deliver ----------------------------------------------------------------------------------------------------
 
@@ -824,6 +827,23 @@ def _proves_itself(contract: Contract, claim: Claim) -> bool:
     return True
 
 
+def _in_turn(claims: Sequence[Claim], act: Callable[[list[int]], set[str]]) -> set[int]:
+    """The indexes of the claims that ``act``, given indexes, finds live by their tokens.
+
+    Claims may share a token: one given twice, or before and after it was renewed. At most one of them is live, and only
+    the database can tell which, so those go one after another.
+    """
+    live, waiting = set[int](), list(range(len(claims)))
+    while waiting:
+        turn: dict[str, int] = {}
+        for index in waiting:
+            turn.setdefault(claims[index].lease_token, index)
+        tokens = act(list(turn.values()))
+        live.update(index for token, index in turn.items() if token in tokens)
+        waiting = [index for index in waiting if turn[token := claims[index].lease_token] != index and token not in tokens]
+    return live
+
+
 def _constant(change: Change) -> Callable[[float], Change]:
     return lambda _: change
 
@@ -862,7 +882,7 @@ def _outcome_of(change: Change) -> Outcome:
         status=change.status,  # type: ignore[arg-type]
         attempt=change.attempts,
         max_attempts=claim.max_attempts,
-        next_attempt_at=change.next_attempt_at,
+        next_attempt_at=None if change.status in ("succeeded", "failed") else change.next_attempt_at or claim.due_at,
         error_code=change.error_code,
     )
 

@@ -1,7 +1,8 @@
 """How long the generated tests run: briefly and always the same in CI, or for as long as one likes.
 
-``OUTBOX_HYPOTHESIS_PROFILE=thorough`` looks further every time; ``OUTBOX_HYPOTHESIS_EXAMPLES`` says how far. Import
-``settings`` from here, not from hypothesis: the profile has to be loaded before the first test is decorated.
+``OUTBOX_HYPOTHESIS_PROFILE=thorough`` looks further and elsewhere every time, ``unshrunk`` is CI's without the minutes it
+takes to make a failing example small, and ``OUTBOX_HYPOTHESIS_EXAMPLES`` says how far to look. Import ``settings`` from
+here, not from hypothesis: the profile has to be loaded before the first test is decorated.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import Final
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 __all__ = ["PROFILE", "examples", "settings"]
 
@@ -19,6 +20,7 @@ PROFILE: Final = os.environ.get("OUTBOX_HYPOTHESIS_PROFILE", "ci")
 _ALWAYS: Final = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]}
 
 settings.register_profile("ci", derandomize=True, database=None, print_blob=True, **_ALWAYS)
+settings.register_profile("unshrunk", settings.get_profile("ci"), phases=[Phase.generate])
 settings.register_profile("thorough", print_blob=True, **_ALWAYS)
 settings.load_profile(PROFILE)
 

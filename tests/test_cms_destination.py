@@ -20,6 +20,7 @@ from outbox import Claim, DeliveryFailed, Destination, InputError, OutboxError
 from outbox.contracts.cms import CMS_CHANGE, MAX_RESPONSE_BYTES
 from outbox.destinations.cms import CMSDestination, HMACSigner, Signer
 from outbox.errors import CODES
+from outbox.http import TransportFailed
 from tests.cms_events import event
 from tests.misbehaving import (
     EVENT_ID,
@@ -188,6 +189,8 @@ def test_localhost_is_loopback_whatever_the_hosts_file_says(monkeypatch: pytest.
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: elsewhere)
     error = failure(CMSDestination("http://localhost", signer(), allow_loopback_http=True))
     assert (error.code, error.retryable) == ("network.unsent", True)
+    assert isinstance(error.__cause__, TransportFailed)
+    assert error.__cause__.kind == "PermissionError"
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------

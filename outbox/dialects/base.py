@@ -220,13 +220,13 @@ class Dialect(ABC):
 
     def redrive(self, connection: Connection, condition: ColumnElement[bool], now: float, limit: int) -> int:
         """Make up to ``limit`` failed events under ``condition`` due again; return how many."""
-        picked = self._pick(FAILED, condition).order_by(event.c.updated_at).limit(limit)
+        # A clock that stepped back must not date the row before its own creation.
+        picked = self._pick(FAILED, condition, event.c.created_at <= now).order_by(event.c.updated_at).limit(limit)
         fresh = {
             "status": "pending", "attempts": 0, "redrives": event.c.redrives + 1, "last_error_code": null(),
             "last_error_detail_hash": null(), "next_attempt_at": literal(now), "updated_at": literal(now),
         }  # fmt: skip
-        # A clock that stepped back must not date the row before its own creation.
-        statement = update(event).where(self._chosen(picked), event.c.created_at <= now).values(fresh)
+        statement = update(event).where(self._chosen(picked)).values(fresh)
         return connection.execute(statement).rowcount
 
     def purge(self, connection: Connection, conditions: Sequence[ColumnElement[bool] | TextClause], limit: int) -> int:
