@@ -38,6 +38,7 @@ FLUSH_SECONDS: Final = 0.005
 #: Idle polling backs off between these, in seconds. It goes on beside whatever wakes the worker sooner.
 SHORTEST_POLL: Final = 0.02
 LONGEST_POLL: Final = 1.0
+POLL_GROWTH: Final = 2.0
 #: Claims begin so long before the oldest event of the last one, and at the very oldest every so often, in seconds: that
 #: finds what was committed late, released, or made due in the past.
 FLOOR_SLACK: Final = 0.5
@@ -307,7 +308,7 @@ class Worker:
         lane.drained = empty
         lane.sweep_at = 0.0
         lane.claim_at = time.monotonic() + (lane.pause if empty else SHORTEST_POLL)
-        lane.pause = min(lane.pause * 2, LONGEST_POLL) if empty else SHORTEST_POLL
+        lane.pause = min(lane.pause * POLL_GROWTH, LONGEST_POLL) if empty else SHORTEST_POLL
         if empty:
             lane.busy_since = math.inf
 
