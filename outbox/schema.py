@@ -14,6 +14,7 @@ from sqlalchemy import (
     Index,
     Integer,
     MetaData,
+    PrimaryKeyConstraint,
     Table,
     Text,
     TextClause,
@@ -24,10 +25,11 @@ from sqlalchemy import (
 from sqlalchemy.schema import ExecutableDDLElement
 
 #: The newest migration. Kept here, not read from Alembic, so that ``import outbox`` needs no Alembic; a test compares.
-HEAD_REVISION: Final = "0001"
+HEAD_REVISION: Final = "0002"
 #: A version table of our own leaves the host's own Alembic history alone.
 VERSION_TABLE: Final = "outbox_alembic_version"
 EVENT_TABLE: Final = "outbox_event"
+IDLE_TABLE: Final = "outbox_idle"
 
 metadata = MetaData()
 
@@ -115,6 +117,17 @@ outbox_event = Table(
         name="ck_outbox_event_times",
     ),
     CheckConstraint("length(payload_sha256) = 64", name="ck_outbox_event_payload_sha256"),
+)
+
+
+#: Which workers are waiting to be woken for which topic, and until when to believe it.
+outbox_idle = Table(
+    IDLE_TABLE,
+    metadata,
+    Column("topic", Text, nullable=False),
+    Column("worker_id", Text, nullable=False),
+    Column("idle_until", Double, nullable=False),
+    PrimaryKeyConstraint("topic", "worker_id", name="pk_outbox_idle"),
 )
 
 

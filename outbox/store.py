@@ -268,8 +268,29 @@ class Outbox:
             return self._dialect.ready(connection, contract.topic, moment)
 
     def watch(self) -> Watch:
-        """Something a worker can ask often and cheaply whether there may be new work."""
+        """What wakes a worker when there may be new work; its owner starts and closes it."""
         return self._dialect.watch(self._own())
+
+    def announce(self, worker_id: str, *, topic: str | None = None, seconds: float = 30.0) -> None:
+        """Let enqueuing hosts know for ``seconds`` that a worker waits for events of ``topic``.
+
+        Raises:
+            InputError: ``dispatch.worker_invalid``, ``dispatch.topic_unknown``.
+        """
+        contract = self._contract(topic)
+        check_token(worker_id, code="dispatch.worker_invalid", longest=128)
+        with self._transaction(None, write=True) as (connection, now, _):
+            self._dialect.announce(connection, worker_id, contract.topic, now + seconds, now)
+
+    def withdraw(self, worker_id: str) -> None:
+        """Take back whatever a worker has announced.
+
+        Raises:
+            InputError: ``dispatch.worker_invalid``.
+        """
+        check_token(worker_id, code="dispatch.worker_invalid", longest=128)
+        with self._transaction(None, write=True) as (connection, _, _):
+            self._dialect.withdraw(connection, worker_id)
 
     def _claim(
         self, worker_id: str, topic: str | None, limit: int, lease_seconds: float, now: float | None, floor: float = 0.0

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import queue
 import random
@@ -25,7 +26,7 @@ from typing import Final
 
 from outbox.contracts.base import Destination
 from outbox.dialects.base import Watch
-from outbox.errors import DatabaseError, InputError
+from outbox.errors import DatabaseError, InputError, OutboxError
 from outbox.records import Claim, Failure, Result, Settled
 from outbox.store import MAX_BATCH, Outbox, check_destination, deliver
 from outbox.values import check_int, check_seconds, check_token
@@ -34,13 +35,19 @@ logger = logging.getLogger("outbox.worker")
 
 #: A result waits so long for company before it is settled, in seconds.
 FLUSH_SECONDS: Final = 0.005
-#: Idle polling backs off between these, in seconds. A watch that can tell of new work makes the longest the floor.
+#: Idle polling backs off between these, in seconds. It goes on beside whatever wakes the worker sooner.
 SHORTEST_POLL: Final = 0.02
 LONGEST_POLL: Final = 1.0
+POLL_GROWTH: Final = 2.0
 #: Claims begin so long before the oldest event of the last one, and at the very oldest every so often, in seconds: that
 #: finds what was committed late, released, or made due in the past.
 FLOOR_SLACK: Final = 0.5
 SWEEP_SECONDS: Final = 1.0
+#: How long an announcement of idleness holds, in seconds; it is renewed at half of that.
+ANNOUNCED_SECONDS: Final = 30.0
+#: A lane is idle once its polls are so far apart, and busy when it has had work for so long without a pause, in seconds.
+RESTING_POLL: Final = 0.08
+BUSY_SECONDS: Final = 0.25
 #: After a database error, in seconds; doubled up to the longest, and jittered so that workers do not return as one.
 SHORTEST_OUTAGE_PAUSE: Final = 0.1
 LONGEST_OUTAGE_PAUSE: Final = 5.0
@@ -86,6 +93,8 @@ class _Lane:
     drained: bool = False
     floor: float = 0.0
     sweep_at: float = 0.0
+    announced_until: float = 0.0
+    busy_since: float = math.inf
 
     @property
     def room(self) -> int:
@@ -105,6 +114,8 @@ class Worker:
         batch: how many events one claim or settle moves at most.
         lease_seconds: how long a claim is ours; must outlast every destination's timeout.
         grace_seconds: how long a stopping worker waits for deliveries in flight.
+        wake_ups: be woken by new work; without, poll only. Turn it off behind a pooler in transaction mode, which cannot
+            LISTEN.
         observer: called with every settled line, on the thread that runs the worker; must be quick.
 
     Raises:
@@ -122,6 +133,7 @@ class Worker:
         batch: int = 100,
         lease_seconds: float = 600,
         grace_seconds: float = 20,
+        wake_ups: bool = True,
         observer: Callable[[Settled], None] | None = None,
     ) -> None:
         self.worker_id = check_token(
@@ -145,6 +157,8 @@ class Worker:
         self._unsent: list[_Held] = []
         self._oldest_result_at = 0.0
         self._stopping = threading.Event()
+        self._woken = threading.Event()
+        self._watch = outbox.watch() if wake_ups else Watch()
         self._outage = _Outage()
         self._renew_at = 0.0
         self._counts = dict.fromkeys(WorkerStats.__dataclass_fields__, 0)
@@ -170,25 +184,34 @@ class Worker:
         Raises:
             SchemaError: ``dispatch.schema_altered``: the database is no longer the one this program was written for.
         """
-        watch = self._outbox.watch()
+        watch = self._watch
         senders = self._start_senders()
         try:
+            watch.start(self._wake)
             while not self._stopping.is_set() and not (until_idle and self._idle()):
-                self._turn(watch)
+                self._turn()
             self._wind_down()
         finally:
             self._stopping.set()
             for lane, _ in senders:
                 lane.waiting.put(None)
             watch.close()
+            self._withdraw()
         return self.stats
+
+    def _wake(self) -> None:
+        if not self._woken.is_set():  # one wake-up in the queue is enough
+            self._woken.set()
+            self._done.put(None)
 
     # -- one turn of the loop ---------------------------------------------------------------------------------------
 
-    def _turn(self, watch: Watch) -> None:
-        self._collect(self._patience(watch.interval))
-        if not self._anything_running() and watch.interval is not None and watch.changed():
-            self._expect_work()
+    def _turn(self) -> None:
+        self._collect(self._patience())
+        if self._woken.is_set():
+            self._woken.clear()
+            for lane in self._lanes.values():
+                lane.claim_at = lane.sweep_at = 0.0
         if self._outage.over():
             try:
                 self._settle()
@@ -196,6 +219,7 @@ class Worker:
                 self._renew()
                 for lane in self._lanes.values():
                     self._claim(lane)
+                self._announce()
             except DatabaseError as error:
                 self._outage.began(error)
             else:
@@ -221,7 +245,7 @@ class Worker:
             self._oldest_result_at = time.monotonic()
         self._results.append((held, result))
 
-    def _patience(self, watch_interval: float | None) -> float:
+    def _patience(self) -> float:
         """How long this thread may sleep before it has something to do on its own."""
         now = time.monotonic()
         if not self._outage.over():
@@ -230,10 +254,7 @@ class Worker:
         if self._results:
             times.append(now if self._flush_due() else self._oldest_result_at + FLUSH_SECONDS)
         times += [lane.claim_at for lane in self._lanes.values() if lane.room]
-        patience = min((at - now for at in times), default=LONGEST_POLL)
-        if watch_interval is not None and not self._anything_running():
-            patience = min(patience, watch_interval)
-        return max(0.0, patience)
+        return max(0.0, min((at - now for at in times), default=LONGEST_POLL))
 
     # -- claim ------------------------------------------------------------------------------------------------------
 
@@ -279,17 +300,44 @@ class Worker:
         self._counts["claimed"] += len(claims)
         lane.in_hand += len(claims)
         lane.drained = False
+        if claims:
+            lane.busy_since = min(lane.busy_since, time.monotonic())
 
     @staticmethod
     def _rest(lane: _Lane, *, empty: bool) -> None:
         lane.drained = empty
-        lane.claim_at = time.monotonic() + lane.pause
         lane.sweep_at = 0.0
-        lane.pause = min(lane.pause * 2, LONGEST_POLL) if empty else SHORTEST_POLL
+        lane.claim_at = time.monotonic() + (lane.pause if empty else SHORTEST_POLL)
+        lane.pause = min(lane.pause * POLL_GROWTH, LONGEST_POLL) if empty else SHORTEST_POLL
+        if empty:
+            lane.busy_since = math.inf
 
-    def _expect_work(self) -> None:
-        for lane in self._lanes.values():
-            lane.claim_at = 0.0
+    def _announce(self) -> None:
+        """Let hosts know which lanes are idle, and look once more: what they committed before they knew is silent.
+
+        Withdrawn when there has been work for a moment without a pause, so that hosts under load do not notify.
+        """
+        resting = [lane for lane in self._lanes.values() if lane.drained]
+        self._watch.rest(bool(resting))
+        if not self._watch.announced:
+            return
+        now = time.monotonic()
+        if any(lane.announced_until and lane.busy_since < now - BUSY_SECONDS for lane in self._lanes.values()):
+            self._outbox.withdraw(self.worker_id)
+            for lane in self._lanes.values():
+                lane.announced_until = 0.0
+        for lane in resting:
+            if lane.announced_until < now + ANNOUNCED_SECONDS / 2 and lane.pause >= RESTING_POLL:
+                self._outbox.announce(self.worker_id, topic=lane.topic, seconds=ANNOUNCED_SECONDS)
+                lane.announced_until = now + ANNOUNCED_SECONDS
+                lane.claim_at = 0.0
+
+    def _withdraw(self) -> None:
+        if any(lane.announced_until for lane in self._lanes.values()):
+            try:
+                self._outbox.withdraw(self.worker_id)
+            except OutboxError as error:  # it runs out by itself
+                logger.debug("%s", error)
 
     # -- settle -----------------------------------------------------------------------------------------------------
 
@@ -413,9 +461,6 @@ class Worker:
     def _idle(self) -> bool:
         nothing_in_hand = not self._held and not self._results and not self._unsent
         return nothing_in_hand and all(lane.drained for lane in self._lanes.values()) and self._outage.over()
-
-    def _anything_running(self) -> bool:
-        return bool(self._held)
 
     def _wind_down(self) -> None:
         """Wait for what is in flight, settle it, and give back what was never sent."""

@@ -93,7 +93,7 @@ def test_tables_made_from_the_metadata_are_the_migrated_ones(empty_engine: Engin
     schema.metadata.create_all(empty_engine)
     differences = differences_of(empty_engine)
     assert len(differences) == 1
-    assert differences[0].startswith("revision: expected 0001, found no revision")
+    assert differences[0].startswith(f"revision: expected {schema.HEAD_REVISION}, found no revision")
 
 
 def test_storage_parameters_are_set(pg_engine: Engine, pg_databases: Databases) -> None:
@@ -151,7 +151,7 @@ def run_script(engine: Engine, script: str) -> None:
 
 def test_printed_sql_makes_the_declared_tables(empty_engine: Engine) -> None:
     script = migrate.render_sql(empty_engine.url)
-    assert script.count("BEGIN;") == script.count("COMMIT;") == 1
+    assert script.count("BEGIN;") == script.count("COMMIT;") == script.count("-- Running upgrade") > 0
     run_script(empty_engine, script)
     assert differences_of(empty_engine) == []
 
@@ -565,7 +565,7 @@ def test_several_revisions(engine: Engine) -> None:
         connection.execute(text("INSERT INTO outbox_alembic_version (version_num) VALUES ('0000')"))
     with pytest.raises(SchemaError) as caught:
         migrate.current(engine)
-    assert caught.value.found == "0000, 0001"
+    assert caught.value.found == f"0000, {schema.HEAD_REVISION}"
 
 
 @pytest.mark.parametrize("action", [migrate.upgrade, migrate.downgrade])

@@ -26,7 +26,7 @@ from outbox import (
 )
 from outbox import worker as worker_module
 
-PATIENCE = 20.0
+PATIENCE = 20.0  # seconds
 
 
 class Plain(Contract):

@@ -7,8 +7,9 @@ new file here that passes the conformance suite. Nothing above this package asks
 from __future__ import annotations
 
 import math
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import starmap
 from typing import Any, NamedTuple
@@ -39,6 +40,7 @@ from outbox.errors import OutboxError
 from outbox.records import Claim
 
 event = schema.outbox_event
+idle = schema.outbox_idle
 DUE = schema.predicate(schema.DUE)
 LEASED = schema.predicate(schema.LEASED)
 FAILED = schema.predicate(schema.FAILED)
@@ -114,19 +116,62 @@ class Count(NamedTuple):
 
 
 class Watch:
-    """Tells whether the database may have changed since it was last asked. This one cannot tell.
+    """Wakes a worker when there may be new work. This one never does, and its worker polls.
 
     Attributes:
-        interval: seconds between two questions; None when asking is no use.
+        announced: whether hosts must be told that somebody is waiting; see :meth:`Dialect.announce`.
     """
 
-    interval: float | None = None
+    announced = False
 
-    def changed(self) -> bool:
-        return False
+    def start(self, wake: Callable[[], None]) -> None:
+        """Begin to watch, on a thread of its own. ``wake`` may be called from it at any time, also for nothing."""
+
+    def rest(self, resting: bool) -> None:
+        """Say whether anybody waits to be woken; nothing needs to be watched meanwhile if not."""
 
     def close(self) -> None:
-        """Give the connection back."""
+        """Stop watching and give the connection back."""
+
+
+class ThreadedWatch(Watch):
+    """A watch on a daemon thread that survives its database: after an error it begins anew, a little later."""
+
+    RECONNECT_SECONDS = 1.0
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._resting = threading.Event()
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, wake: Callable[[], None]) -> None:
+        self._thread = threading.Thread(target=self._run, args=(wake,), name="outbox-watch", daemon=True)
+        self._thread.start()
+
+    def rest(self, resting: bool) -> None:
+        if resting:
+            self._resting.set()
+        else:
+            self._resting.clear()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._resting.set()
+        if self._thread is not None:
+            self._thread.join(2 * self.RECONNECT_SECONDS)
+
+    def _run(self, wake: Callable[[], None]) -> None:
+        while not self._closed.is_set():
+            try:
+                self._watch(wake)
+            except (SQLAlchemyError, self._engine.dialect.loaded_dbapi.Error):
+                # The worker's own claims say what is wrong with the database; here is nothing to add.
+                self._closed.wait(self.RECONNECT_SECONDS)
+
+    def _watch(self, wake: Callable[[], None]) -> None:
+        """Watch on one connection until closed; raise when it fails."""
+        raise NotImplementedError
 
 
 class Dialect(ABC):
@@ -237,9 +282,22 @@ class Dialect(ABC):
     # -- waiting for work -------------------------------------------------------------------------------------------
 
     def watch(self, engine: Engine) -> Watch:
-        """Something that tells cheaply whether there may be new work. By default nothing does, and workers poll."""
+        """What wakes a worker when there may be new work. By default nothing does, and workers poll."""
         del engine
         return Watch()
+
+    def announce(self, connection: Connection, worker_id: str, topic: str, until: float, now: float) -> None:
+        """Say that a worker waits for a topic's events, so that hosts wake it; forget those who have stopped saying so.
+
+        An enqueue that began before this is committed may not see it, so the worker must look once more after.
+        """
+        stale = (idle.c.idle_until < now) | ((idle.c.topic == topic) & (idle.c.worker_id == worker_id))
+        connection.execute(idle.delete().where(stale))
+        connection.execute(idle.insert(), {"topic": topic, "worker_id": worker_id, "idle_until": until})
+
+    def withdraw(self, connection: Connection, worker_id: str) -> None:
+        """Say that a worker waits no more."""
+        connection.execute(idle.delete().where(idle.c.worker_id == worker_id))
 
     def ready(self, connection: Connection, topic: str, now: float) -> bool:
         """Whether a claim would find something: an event that is due, or a lease to recover."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -33,12 +34,27 @@ from sqlalchemy.sql import ColumnElement, Select, TableValuedAlias
 from sqlalchemy.types import TypeEngine
 
 from outbox import schema
-from outbox.dialects.base import NO_LEASE, Change, Count, Dialect, NewEvent, Pulse, event, fence, insert_values
+from outbox.dialects.base import (
+    NO_LEASE,
+    Change,
+    Count,
+    Dialect,
+    NewEvent,
+    Pulse,
+    ThreadedWatch,
+    Watch,
+    event,
+    fence,
+    insert_values,
+)
 from outbox.errors import DatabaseError, OutboxError, SchemaError
 from outbox.records import Claim
 
 #: Above so many rows, a count in ``health`` is the planner's estimate.
 EXACT_UP_TO: Final = 50_000
+
+#: What an enqueue notifies while a worker is idle.
+CHANNEL: Final = "outbox_event"
 
 _MISSING: Final = {"42P01", "42703", "42P10", "3F000"}  # undefined table or column, no such ON CONFLICT target, schema
 _BUSY: Final = {"55P03", "57014", "40001", "40P01"}  # lock not available, canceled, serialization failure, deadlock
@@ -122,6 +138,11 @@ class PostgreSQLDialect(Dialect):
         parameters = {"records": records, "expires_at": expires_at, "now": now}
         return set(connection.execute(_RENEW, parameters).scalars())
 
+    # -- waiting for work -------------------------------------------------------------------------------------------
+
+    def watch(self, engine: Engine) -> Watch:
+        return _Listener(engine)
+
     # -- asking -----------------------------------------------------------------------------------------------------
 
     def count(self, connection: Connection, condition: str, now: float | None = None) -> Count:
@@ -154,6 +175,42 @@ class PostgreSQLDialect(Dialect):
         return event.c.id == any_(func.array(picked.scalar_subquery()))
 
 
+class _Listener(ThreadedWatch):
+    """LISTEN on a connection of its own. A silent connection is asked for a sign of life now and then, since one that a
+    router has forgotten looks just like one on which nothing happens."""
+
+    PATIENCE = 1.0
+    SIGN_OF_LIFE = 30.0
+
+    def _watch(self, wake: Callable[[], None]) -> None:
+        pooled = self._engine.raw_connection()
+        connection: Any = pooled.dbapi_connection
+        pooled.detach()  # it is kept for as long as the worker runs, and the pool is the host's
+        try:
+            connection.autocommit = True
+            connection.execute(f"LISTEN {CHANNEL}")
+            self.announced = True
+            wake()  # for what came while nobody listened
+            alive_at = time.monotonic()
+            while not self._closed.is_set():
+                for _ in connection.notifies(timeout=self.PATIENCE, stop_after=1):
+                    wake()
+                if time.monotonic() - alive_at > self.SIGN_OF_LIFE:
+                    connection.execute("SELECT 1")
+                    alive_at = time.monotonic()
+        finally:
+            self.announced = False
+            connection.close()
+
+
+# NOTIFY takes a lock that is held until commit, one for the whole database: a host that always notified would queue all
+# its commits behind each other. So it is sent only while a worker says that it is idle, which a busy one never does.
+_WAKE: ColumnElement[Any] = literal_column(
+    f"CASE WHEN EXISTS (SELECT FROM {schema.IDLE_TABLE} AS idle WHERE idle.topic = {schema.EVENT_TABLE}.topic"
+    " AND idle.idle_until > extract(epoch FROM statement_timestamp()))"
+    f" THEN pg_notify('{CHANNEL}', {schema.EVENT_TABLE}.topic)::text END"
+).label("woken")
+
 _CLOCK: ColumnElement[float] = literal_column("extract(epoch FROM statement_timestamp())::double precision", Double())
 _GIVEN: ColumnElement[float] = bindparam("now", type_=Double())
 
@@ -182,7 +239,7 @@ def _insert_many(now: ColumnElement[float]) -> Any:
 def _idempotent(statement: Any) -> Any:
     target = [event.c.topic, event.c.event_id]
     return statement.on_conflict_do_nothing(index_elements=target).returning(
-        event.c.id, event.c.event_id, event.c.created_at
+        event.c.id, event.c.event_id, event.c.created_at, _WAKE
     )
 
 

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, cast
 
-from sqlalchemy import Connection, Engine, PoolProxiedConnection, Row, bindparam, func, select, text, update
+from sqlalchemy import Connection, Engine, Row, bindparam, func, select, text, update
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.sql import ColumnElement, Select
 
 from outbox import schema
-from outbox.dialects.base import NO_LEASE, Change, Count, Dialect, NewEvent, Pulse, Watch, event, fence, insert_values
+from outbox.dialects.base import (
+    NO_LEASE,
+    Change,
+    Count,
+    Dialect,
+    NewEvent,
+    Pulse,
+    ThreadedWatch,
+    Watch,
+    event,
+    fence,
+    insert_values,
+)
 from outbox.errors import DatabaseError, OutboxError, SchemaError
 from outbox.records import Claim
 
@@ -149,32 +161,24 @@ class SQLiteDialect(Dialect):
         return event.c.id.in_(picked)
 
 
-class _DataVersion(Watch):
-    """``PRAGMA data_version`` changes on a connection when any other connection commits. It reads one page's header:
-    a few microseconds, and no lock held."""
+class _DataVersion(ThreadedWatch):
+    """``PRAGMA data_version`` changes on a connection when any other connection commits. Asking takes a few microseconds
+    and no lock, and nobody asks while no worker rests."""
 
-    interval = 0.008
+    INTERVAL = 0.008
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._connection: PoolProxiedConnection | None = None
-        self._seen: int | None = None
-
-    def changed(self) -> bool:
-        if self._connection is None:
-            self._connection = self._engine.raw_connection()
+    def _watch(self, wake: Callable[[], None]) -> None:
+        connection = self._engine.raw_connection()
         try:
-            (version,) = self._connection.cursor().execute("PRAGMA data_version").fetchone()
-        except sqlite3.Error:
-            self.close()
-            return True  # let the claim that follows say what is wrong
-        changed, self._seen = bool(version != self._seen), version
-        return changed
-
-    def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+            cursor, seen = connection.cursor(), None
+            while self._resting.wait() and not self._closed.is_set():
+                (version,) = cursor.execute("PRAGMA data_version").fetchone()
+                if version != seen:
+                    seen = version
+                    wake()
+                time.sleep(self.INTERVAL)
+        finally:
+            connection.close()
 
 
 _INSERT = insert(event).on_conflict_do_nothing().returning(event.c.id, event.c.event_id, event.c.created_at)
