@@ -757,7 +757,7 @@ def deliver(destination: Destination, claim: Claim) -> Result:
         return Failure(claim, "dispatch.client_failure", retryable=False, detail_hash=detail)
 
 
-# -- decisions, without I/O ---------------------------------------------------------------------------------------------
+# -- decisions, without I/O --------------------------------------------------------------------------------------------
 
 
 def _by_topic(contracts: Iterable[Contract]) -> dict[str, Contract]:
@@ -857,11 +857,10 @@ def _in_turn(claims: Sequence[Claim], act: Callable[[list[int]], set[str]]) -> s
     live, waiting = set[int](), list(range(len(claims)))
     while waiting:
         turn: dict[str, int] = {}
-        for index in waiting:
-            turn.setdefault(claims[index].lease_token, index)
+        later = [index for index in waiting if turn.setdefault(claims[index].lease_token, index) != index]
         tokens = act(list(turn.values()))
         live.update(index for token, index in turn.items() if token in tokens)
-        waiting = [index for index in waiting if turn[token := claims[index].lease_token] != index and token not in tokens]
+        waiting = [index for index in later if claims[index].lease_token not in tokens]
     return live
 
 

@@ -107,10 +107,10 @@ def describe(value: object) -> str:
     """What a value is, without what it says: safe to log whatever a caller passed."""
     if value is None or isinstance(value, bool):
         return repr(value)
-    if isinstance(value, int | float) and is_number(value) and abs(value) < 1e18:
+    if type(value) in (int, float) and is_number(value) and abs(value) < 1e18:  # type: ignore[arg-type]
         return f"{value:g}"
-    if isinstance(value, str | bytes | list | tuple | dict):
-        return f"{type(value).__name__} of length {len(value)}"
+    if type(value) in (str, bytes, list, tuple, dict):  # exactly: a subclass may do anything when asked
+        return f"{type(value).__name__} of length {len(value)}"  # type: ignore[arg-type]
     return type(value).__name__
 
 
@@ -132,8 +132,8 @@ def canonical_json(value: object, *, code: str, max_bytes: int = MAX_PAYLOAD_BYT
     try:
         text = _ENCODER.encode(value)
         size = len(text.encode("utf-8"))
-    except ValueError as error:  # a lone surrogate, or an integer past sys.get_int_max_str_digits()
-        raise InputError(code, expected="text and numbers that JSON in UTF-8 can carry") from error
+    except ValueError:  # a lone surrogate, or an integer past sys.get_int_max_str_digits(); it quotes the whole value
+        raise InputError(code, expected="text and numbers that JSON in UTF-8 can carry") from None
     if size > max_bytes:
         raise InputError(code, expected=f"at most {max_bytes} bytes of JSON", found=f"{size} bytes")
     return text
@@ -151,8 +151,8 @@ def parse_canonical(text: str, *, code: str, max_bytes: int = MAX_PAYLOAD_BYTES)
         value = json.loads(text)
         again = _ENCODER.encode(value)
         size = len(text.encode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise InputError(code, expected="canonical JSON") from error
+    except (ValueError, RecursionError):
+        raise InputError(code, expected="canonical JSON") from None
     if again != text or size > max_bytes:
         raise InputError(code, expected="canonical JSON")
     # What json.loads made is plain JSON; only its depth is left to doubt, and brackets are at least as many as levels.

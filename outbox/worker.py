@@ -45,7 +45,7 @@ FLOOR_SLACK: Final = 0.5
 SWEEP_SECONDS: Final = 1.0
 #: How long an announcement of idleness holds, in seconds; it is renewed at half of that.
 ANNOUNCED_SECONDS: Final = 30.0
-#: A lane is idle once its polls are so far apart, and busy when it has had work for so long without a pause, in seconds.
+#: A lane is idle once its polls are so far apart, and busy when it has had work for so long without a pause; seconds.
 RESTING_POLL: Final = 0.08
 BUSY_SECONDS: Final = 0.25
 #: After a database error, in seconds; doubled up to the longest, and jittered so that workers do not return as one.
@@ -114,8 +114,8 @@ class Worker:
         batch: how many events one claim or settle moves at most.
         lease_seconds: how long a claim is ours; must outlast every destination's timeout.
         grace_seconds: how long a stopping worker waits for deliveries in flight.
-        wake_ups: be woken by new work; without, poll only. Turn it off behind a pooler in transaction mode, which cannot
-            LISTEN.
+        wake_ups: be woken by new work; without, poll only. Turn it off behind a pooler in transaction mode, where
+            LISTEN does not work.
         observer: called with every settled line, on the thread that runs the worker; must be quick.
 
     Raises:

@@ -666,7 +666,7 @@ def test_the_servers_code_is_kept() -> None:
 def test_without_a_code_only_the_status_counts() -> None:
     for status in OTHER_STATUSES:
         failure = failed(status, b"<html>", "text/html", retry_after=5.0)
-        assert (failure.code, failure.retryable) == ("http_status", status >= 500), status
+        assert (failure.code, failure.retryable) == ("http_status", status in (408, 425, 429) or status >= 500), status
         assert failure.retry_after == (5.0 if status >= 500 else None), status
 
 
@@ -711,7 +711,7 @@ def test_an_error_object_may_be_spelt_in_any_way(body: bytes) -> None:
 def test_what_is_no_error_object(body: bytes | None) -> None:
     for status in (400, 429, 503):
         failure = failed(status, body)
-        assert (failure.code, failure.retryable) == ("http_status", status == 503)
+        assert (failure.code, failure.retryable) == ("http_status", status != 400)
 
 
 def test_a_code_of_the_longest_kind() -> None:

@@ -280,10 +280,10 @@ def _wrong_response(code: str, body: bytes | None) -> DeliveryFailed:
 def _refuse_status(status: int, body: bytes | None, retry_after: float | None) -> NoReturn:
     if status in _REDIRECTS:
         raise DeliveryFailed("redirect", retryable=False)
-    server_code = _server_code(body)
-    retryable = status in _SERVER_ERRORS or (server_code is not None and status in _RETRIED)
+    # Also without the service's own error body: a plain 429 is some proxy's, and as temporary.
+    retryable = status in _SERVER_ERRORS or status in _RETRIED
     raise DeliveryFailed(
-        server_code or "http_status",
+        _server_code(body) or "http_status",
         retryable=retryable,
         retry_after=retry_after if retryable else None,
         detail_hash=_detail_hash(body),
