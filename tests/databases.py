@@ -22,6 +22,7 @@ import psycopg
 from sqlalchemy import URL, Engine, create_engine, make_url
 
 from outbox.migrate import upgrade
+from outbox.schema import VERSION_TABLE, metadata
 from tests.postgres import PrivatePostgres
 
 BACKENDS = ("sqlite", "postgresql")
@@ -87,41 +88,112 @@ class SqliteDatabases(Databases):
 
 
 class PostgresDatabases(Databases):
-    """Databases on one server, copied by the server from a template of this worker's own."""
+    """Databases on one server, copied by the server from a template of this worker's own.
+
+    Making one costs more than most tests, so a migrated database that a test has left as it was made, but for rows, is
+    emptied and serves again: under a new name, so that nothing a test left running can find it.
+    """
 
     def __init__(self, server_url: str, prefix: str) -> None:
         self._server = make_url(server_url)
         self._prefix = prefix
         self._number = itertools.count()
-
-    @cached_property
-    def _migrated(self) -> str:
-        name = f"{self._prefix}_template"
-        self._execute(f'CREATE DATABASE "{name}"')
-        upgrade(self._url(name))
-        return name
+        self._clean: list[str] = []
 
     @contextmanager
     def fresh(self, *, migrated: bool = True) -> Iterator[str]:
-        name = f"{self._prefix}_{next(self._number)}"
-        template = self._migrated if migrated else "template1"
-        self._execute(f'CREATE DATABASE "{name}" TEMPLATE "{template}"')
+        name = self._name()
+        if not migrated:
+            self._execute(f'CREATE DATABASE "{name}" TEMPLATE "template1"')
+        elif self._clean:
+            self._execute(f'ALTER DATABASE "{self._clean.pop()}" RENAME TO "{name}"')
+        else:
+            self._execute(f'CREATE DATABASE "{name}" TEMPLATE "{self._template[0]}"')
         try:
             yield self._url(name)
         finally:
-            self._execute(f'DROP DATABASE IF EXISTS "{name}" WITH (FORCE)')
+            if migrated and self._emptied(name):
+                self._clean.append(name)
+            else:
+                self._drop(name)
 
     def close(self) -> None:
-        if "_migrated" in self.__dict__:
-            self._execute(f'DROP DATABASE IF EXISTS "{self._migrated}" WITH (FORCE)')
+        for name in self._clean:
+            self._drop(name)
+        if "_template" in self.__dict__:
+            self._drop(self._template[0])
+        if "_admin" in self.__dict__:
+            self._admin.close()
+
+    @cached_property
+    def _template(self) -> tuple[str, str]:
+        """A migrated database, and what its catalogs say."""
+        name = f"{self._prefix}_template"
+        self._execute(f'CREATE DATABASE "{name}"')
+        upgrade(self._url(name))
+        with self._connect(name) as connection:
+            return name, _catalogs(connection)
+
+    def _emptied(self, name: str) -> bool:
+        """Whether the database is now as it was made."""
+        try:
+            with self._connect(name) as connection:
+                connection.execute("SET lock_timeout = '2s'")
+                connection.execute(
+                    "SELECT pg_terminate_backend(pid, 2000) FROM pg_stat_activity"
+                    " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+                )
+                if _catalogs(connection) != self._template[1]:
+                    return False
+                connection.execute(f"TRUNCATE {', '.join(metadata.tables)} RESTART IDENTITY")
+                connection.execute("SELECT pg_stat_reset()")
+                return True
+        except psycopg.Error:  # gone, renamed or locked by what the test has done
+            return False
+
+    def _name(self) -> str:
+        return f"{self._prefix}_{next(self._number)}"
+
+    def _drop(self, name: str) -> None:
+        self._execute(f'DROP DATABASE IF EXISTS "{name}" WITH (FORCE)')
 
     def _url(self, name: str) -> str:
         return self._server.set(database=name).render_as_string(hide_password=False)
 
+    def _connect(self, name: str | None) -> psycopg.Connection[Any]:
+        url = self._server.set(drivername="postgresql", database=name).render_as_string(hide_password=False)
+        return psycopg.connect(url, autocommit=True, connect_timeout=10)
+
+    @cached_property
+    def _admin(self) -> psycopg.Connection[Any]:
+        return self._connect(self._server.database)
+
     def _execute(self, statement: str) -> None:
-        url = self._server.set(drivername="postgresql").render_as_string(hide_password=False)
-        with psycopg.connect(url, autocommit=True, connect_timeout=10) as connection:
-            connection.execute(statement)
+        self._admin.execute(statement)
+
+
+#: Any change of an object's definition writes a row of one of these.
+_CATALOGS = (
+    "pg_attrdef", "pg_attribute", "pg_constraint", "pg_description", "pg_event_trigger", "pg_extension", "pg_index",
+    "pg_inherits", "pg_namespace", "pg_policy", "pg_proc", "pg_publication", "pg_rewrite", "pg_statistic_ext",
+    "pg_trigger", "pg_type",
+)  # fmt: skip
+#: TRUNCATE writes rows of pg_class, and ANALYZE of pg_statistic, so of these only what matters is looked at.
+_STATE = f"""
+    SELECT 'pg_class', count(*)::text, md5(string_agg(concat_ws(' ', oid, relname, relkind, relpersistence, relowner,
+        relacl, reloptions, relchecks, relrowsecurity, relreplident), ',' ORDER BY oid))
+        FROM pg_class WHERE oid >= 16384
+    UNION ALL SELECT 'pg_statistic', count(*)::text, '' FROM pg_statistic WHERE starelid >= 16384
+    UNION ALL SELECT 'settings', count(*)::text, string_agg(setconfig::text, ' ') FROM pg_db_role_setting
+        WHERE setdatabase = (SELECT oid FROM pg_database WHERE datname = current_database())
+    UNION ALL SELECT 'revision', count(*)::text, string_agg(version_num, ' ') FROM {VERSION_TABLE}
+"""
+
+
+def _catalogs(connection: psycopg.Connection[Any]) -> str:
+    """Equal before and after exactly when no object was made, changed or dropped in between."""
+    parts = [f"SELECT '{name}', count(*)::text, max(xmin::text::bigint)::text FROM {name}" for name in _CATALOGS]
+    return repr(connection.execute(" UNION ALL ".join([*parts, _STATE])).fetchall())
 
 
 class SharedServer:

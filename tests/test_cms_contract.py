@@ -666,8 +666,9 @@ def test_the_servers_code_is_kept() -> None:
 def test_without_a_code_only_the_status_counts() -> None:
     for status in OTHER_STATUSES:
         failure = failed(status, b"<html>", "text/html", retry_after=5.0)
-        assert (failure.code, failure.retryable) == ("http_status", status in (408, 425, 429) or status >= 500), status
-        assert failure.retry_after == (5.0 if status >= 500 else None), status
+        retried = status in {408, 425, 429} or status >= 500
+        assert (failure.code, failure.retryable) == ("http_status", retried), status
+        assert failure.retry_after == (5.0 if retried else None), status
 
 
 @pytest.mark.parametrize(

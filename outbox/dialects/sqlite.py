@@ -162,8 +162,10 @@ class SQLiteDialect(Dialect):
 
 
 class _DataVersion(ThreadedWatch):
-    """``PRAGMA data_version`` changes on a connection when any other one commits. Asking takes a few microseconds and no
-    lock, and nobody asks while no worker rests."""
+    """``PRAGMA data_version`` changes on a connection when any other one commits.
+
+    Asking takes a few microseconds and no lock, and nobody asks while no worker rests.
+    """
 
     INTERVAL = 0.008
 
