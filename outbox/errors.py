@@ -6,7 +6,7 @@ content-free: identifiers, codes, counts and times, never a payload, a credentia
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 
 class OutboxError(Exception):
@@ -40,6 +40,13 @@ class OutboxError(Exception):
         expected = f"; expected {self.expected}" if self.expected else ""
         found = f"; found {self.found}" if self.found else ""
         return f"{self.code}: {self.message}{about}{expected}{found}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _blank, (type(self), self.args), vars(self)  # a subclass may ask for arguments that pickle does not know
+
+
+def _blank(kind: type[OutboxError], args: tuple[Any, ...]) -> OutboxError:
+    return kind.__new__(kind, *args)
 
 
 class InputError(OutboxError, ValueError):

@@ -11,6 +11,7 @@ import json
 import math
 import re
 import sys
+from collections.abc import Iterable
 from typing import Any, Final
 
 from outbox.errors import InputError
@@ -128,7 +129,7 @@ def canonical_json(value: object, *, code: str, max_bytes: int = MAX_PAYLOAD_BYT
         InputError: ``code``, for anything that is not plain JSON, is nested deeper than 64 levels, holds a lone
             surrogate or an endless integer, or is longer than ``max_bytes`` in UTF-8.
     """
-    _check_json(value, code, 0)
+    _check_json(value, code)
     try:
         text = _ENCODER.encode(value)
         size = len(text.encode("utf-8"))
@@ -157,28 +158,41 @@ def parse_canonical(text: str, *, code: str, max_bytes: int = MAX_PAYLOAD_BYTES)
         raise InputError(code, expected="canonical JSON")
     # What json.loads made is plain JSON; only its depth is left to doubt, and brackets are at least as many as levels.
     if text.count("[") + text.count("{") > MAX_DEPTH:
-        _check_json(value, code, 0)
+        _check_json(value, code)
     return value
 
 
-def _check_json(value: object, code: str, depth: int) -> None:
+def _check_json(value: object, code: str) -> None:
+    """Level by level: a cycle ends at the depth allowed, and what unfolds without end at the width."""
+    level: list[object] = [value]
+    for depth in range(MAX_DEPTH + 1):
+        below: list[object] = []
+        for item in level:
+            below.extend(_inside(item, code, depth))
+            if len(below) > MAX_PAYLOAD_BYTES:  # each takes a byte at least
+                raise InputError(code, expected=f"at most {MAX_PAYLOAD_BYTES} bytes of JSON")
+        if not below:
+            return
+        level = below
+
+
+def _inside(value: object, code: str, depth: int) -> Iterable[object]:
+    """What a list or dict holds; nothing for plain values."""
     # Exact types: a subclass may print or compare as it likes, and then text and value part company.
     kind = type(value)
     if kind is str or kind is int or kind is bool or value is None:
-        return
+        return ()
     if kind is float:
         if not math.isfinite(value):  # type: ignore[arg-type]
             raise InputError(code, expected="finite numbers")
-        return
-    if depth >= MAX_DEPTH:  # also where a cycle ends
-        raise InputError(code, expected=f"at most {MAX_DEPTH} levels of nesting")
-    if kind is dict:
-        for key, item in value.items():  # type: ignore[attr-defined]
-            if type(key) is not str:
-                raise InputError(code, expected="keys that are strings", found=type(key).__name__)
-            _check_json(item, code, depth + 1)
-    elif kind is list:
-        for item in value:  # type: ignore[attr-defined]
-            _check_json(item, code, depth + 1)
-    else:
+        return ()
+    if kind is not dict and kind is not list:
         raise InputError(code, expected="plain JSON: dict, list, str, int, float, bool, None", found=kind.__name__)
+    if depth >= MAX_DEPTH:
+        raise InputError(code, expected=f"at most {MAX_DEPTH} levels of nesting")
+    if kind is list:
+        return value  # type: ignore[return-value]
+    for key in value:  # type: ignore[attr-defined]
+        if type(key) is not str:
+            raise InputError(code, expected="keys that are strings", found=type(key).__name__)
+    return value.values()  # type: ignore[attr-defined, no-any-return]

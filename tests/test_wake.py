@@ -13,7 +13,7 @@ from sqlalchemy import Engine, event, text
 from outbox import InputError, Outbox, Worker
 from outbox import worker as worker_module
 from outbox.dialects import postgresql
-from tests.test_worker import Gate, Plain, Scripted, fill, running, until
+from tests.plain import Gate, Plain, Scripted, fill, running, until
 
 
 @pytest.fixture

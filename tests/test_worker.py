@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from sqlalchemy import Engine, text
 
 from outbox import (
     Claim,
-    Contract,
     DatabaseError,
     DeliveryFailed,
     InputError,
@@ -25,80 +23,12 @@ from outbox import (
     Worker,
 )
 from outbox import worker as worker_module
-
-PATIENCE = 20.0  # seconds
-
-
-class Plain(Contract):
-    """An event is an object with an id; an answer echoes it."""
-
-    def __init__(self, topic: str = "test.plain") -> None:
-        self.topic = topic
-
-    def check(self, event: Any) -> str:
-        return str(event["id"])
-
-    def accept(self, event_id: str, response: Any) -> Mapping[str, Any]:
-        if response != {"echo": event_id}:
-            raise InputError("dispatch.response_invalid")
-        return {"echo": event_id}
-
-
-class Scripted:
-    """Does what ``act`` says, and remembers what it was asked to deliver."""
-
-    def __init__(self, act: Callable[[Claim], Any] | None = None, timeout: float = 5.0) -> None:
-        self.timeout = timeout
-        self.seen: list[Claim] = []
-        self._act = act
-
-    def deliver(self, claim: Claim) -> Mapping[str, Any]:
-        self.seen.append(claim)
-        answer = self._act(claim) if self._act else None
-        return {"echo": claim.event_id} if answer is None else answer
-
-
-class Gate:
-    """Deliveries stop here until it is opened."""
-
-    def __init__(self) -> None:
-        self._open = threading.Event()
-
-    def __call__(self, _: Claim) -> None:
-        assert self._open.wait(PATIENCE)
-
-    def open(self) -> None:
-        self._open.set()
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, f"never saw: {what}"
-        time.sleep(0.005)
-
-
-@contextmanager
-def running(worker: Worker) -> Iterator[threading.Thread]:
-    thread = threading.Thread(target=worker.run)
-    thread.start()
-    try:
-        yield thread
-    finally:
-        worker.stop()
-        thread.join(PATIENCE)
-        assert not thread.is_alive()
+from tests.plain import PATIENCE, Gate, Plain, Scripted, fails_with, fill, running, until
 
 
 @pytest.fixture
 def outbox(engine: Engine) -> Outbox:
     return Outbox(engine, [Plain()], RetryPolicy(base_delay_seconds=60, max_delay_seconds=300))
-
-
-def fill(outbox: Outbox, count: int, **more: Any) -> list[str]:
-    ids = [f"event-{number}" for number in range(count)]
-    outbox.enqueue_many([{"id": event_id} for event_id in ids], **more)
-    return ids
 
 
 def test_drains_in_due_order_and_reports_every_event(outbox: Outbox) -> None:
@@ -128,13 +58,6 @@ def test_two_workers_share_without_overlap(outbox: Outbox) -> None:
 
     until(lambda: outbox.health().counts["succeeded"] == 400, "all settled")
     assert sorted(claim.event_id for claim in destination.seen) == sorted(ids)
-
-
-def fails_with(error: BaseException) -> Callable[[Claim], Any]:
-    def act(_: Claim) -> Any:
-        raise error
-
-    return act
 
 
 @pytest.mark.parametrize(
