@@ -108,6 +108,7 @@ CODES: Final[dict[str, str]] = {
     "dispatch.state_invalid": "a stored row breaks the row rules",
     "dispatch.database_integrity": "the database reports damage to itself",
     "dispatch.schema_altered": "the database is not at the migration head, or its table is not the declared one",
+    "dispatch.migration_failed": "the migration was not carried out; nothing of it remains",
     "dispatch.database_busy": "the database stayed locked by somebody else for too long",
     "dispatch.database_unavailable": "the database cannot be reached or refused the operation",
     "dispatch.database_unsupported": "no dialect supports this database",

@@ -8,21 +8,23 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final, NamedTuple, TypeVar
+from weakref import WeakSet
 
 from sqlalchemy import Connection, Engine, select, tuple_
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.orm import Session, scoped_session
 from sqlalchemy.pool import Pool
 
 from outbox import schema
 from outbox.contracts.base import Contract, DeliveryFailed, Destination
 from outbox.dialects import dialect_for
-from outbox.dialects.base import Change, Count, NewEvent, Watch, event, fence, lease_end
+from outbox.dialects.base import Change, Count, NewEvent, Watch, event, fence, lease_end, of_topic
 from outbox.errors import (
     ClaimLostError,
     CollisionError,
+    DatabaseError,
     InputError,
     IntegrityError,
     NotFoundError,
@@ -64,7 +66,7 @@ logger = logging.getLogger("outbox")
 MAX_BATCH: Final = 1000
 #: Leases ended per claim; a bound, so that a mass expiry costs many short transactions and not one long one.
 RECOVERY_LIMIT: Final = 1000
-#: Rows that one statement inserts, and that deep health holds at once.
+#: Rows that one statement looks up, and that deep health holds at once.
 CHUNK_ROWS: Final = 500
 DEEP_ROWS: Final = 50
 
@@ -111,7 +113,7 @@ class Outbox:
         self._dialect = dialect_for(engine.dialect.name)
         self._own = _OwnEngine(engine)
         self._generation: tuple[Any, ...] | None = None
-        self._joined: Pool | None = None
+        self._joined = WeakSet[Pool]()
 
     @property
     def topics(self) -> tuple[str, ...]:
@@ -169,9 +171,21 @@ class Outbox:
             with self._transaction(now, write=True) as transaction:
                 found = self._insert(transaction.connection, distinct, now)
         else:
-            with self._dialect.mapped_errors():
-                found = self._insert(self._joinable(connection), distinct, now)
+            found = self._insert_joined(connection, distinct, now)
         return [found[row.event_id] for row in rows]
+
+    def _insert_joined(
+        self, connection: HostConnection, rows: Mapping[str, NewEvent], now: float | None
+    ) -> dict[str, EventStatus]:
+        try:
+            with self._dialect.mapped_errors():
+                return self._insert(self._joinable(connection), rows, now)
+        except InvalidRequestError as error:  # SQLAlchemy itself refuses to execute anything on it
+            expected = "a connection that can be used"
+            raise InputError("dispatch.connection_invalid", expected=expected, found=type(error).__name__) from None
+        except SchemaError:
+            self._explain_schema()
+            raise
 
     def _insert(
         self, connection: Connection, rows: Mapping[str, NewEvent], now: float | None
@@ -182,17 +196,19 @@ class Outbox:
         it is released, and everywhere it would cost two more statements per enqueue.
         """
         pending, found, inserted = dict(rows), dict[str, EventStatus](), list[int]()
+        moment = now
         while pending:  # more than once only if a purge deletes a row between the two statements
-            for chunk in _chunks(list(pending.values()), CHUNK_ROWS):
-                for new in self._dialect.insert(connection, chunk, now):
-                    inserted.append(new.id)
-                    found[new.event_id] = _fresh_status(pending.pop(new.event_id), new.created_at)
+            for new in self._dialect.insert(connection, list(pending.values()), now):
+                inserted.append(new.id)
+                found[new.event_id] = _fresh_status(pending.pop(new.event_id), new.created_at)
             for row in self._existing(connection, pending.values()):
                 wanted = pending.pop(row.event_id)
                 if _differs(row, wanted):
                     self._undo(connection, inserted)
                     raise CollisionError("dispatch.idempotency_collision", event_id=wanted.event_id)
-                found[row.event_id] = _event_status(row, now)
+                if moment is None and row.status == "leased":  # whether the lease has ended is the clock's to say
+                    moment = self._dialect.pulse(connection, None).now
+                found[row.event_id] = _event_status(row, moment)
         return found
 
     @staticmethod
@@ -574,7 +590,7 @@ class Outbox:
         check_token(event_id, code="dispatch.event_invalid")
         with self._transaction(check_now(now), write=True) as (connection, moment, _):
             condition = (event.c.topic == contract.topic) & (event.c.event_id == event_id)
-            redriven = self._dialect.redrive(connection, condition, moment, 1)
+            redriven = self._dialect.redrive(connection, condition, moment)
             row = self._find(connection, contract, event_id)
             if not redriven:
                 raise InputError("dispatch.redrive_invalid", event_id=event_id, found=row.status)
@@ -597,7 +613,7 @@ class Outbox:
             InputError: ``dispatch.topic_unknown``, ``dispatch.error_invalid``, ``dispatch.limit_invalid``,
                 ``dispatch.time_invalid``.
         """
-        condition = event.c.topic == self._contract(topic).topic
+        condition = of_topic(self._contract(topic).topic)
         check_int(limit, code="dispatch.limit_invalid", lowest=1, highest=MAX_BATCH)
         if error_code is not None:
             check_error(error_code, None)
@@ -631,7 +647,7 @@ class Outbox:
             for settled in (schema.SUCCEEDED, schema.FAILED)[: 1 + bool(include_failed)]:
                 conditions: list[Any] = [schema.predicate(settled), event.c.updated_at <= moment - age]
                 if contract is not None:
-                    conditions.append(event.c.topic == contract.topic)
+                    conditions.append(of_topic(contract.topic))
                 if deleted < limit:
                     deleted += self._dialect.purge(connection, conditions, limit - deleted)
         return deleted
@@ -664,26 +680,26 @@ class Outbox:
     def _explain_schema(self) -> None:
         """Say what is wrong with the schema, where a statement could only say that something is missing."""
         self._generation = None
-        with self._dialect.begin(self._own(), write=False) as connection:
+        self._joined.clear()
+        with suppress(DatabaseError), self._dialect.begin(self._own(), write=False) as connection:
             check_schema(connection)
 
     def _joinable(self, connection: HostConnection) -> Connection:
         """The Connection under what the host handed in, once it has proven fit to join."""
         joined = _connection_of(connection)
+        if joined.dialect.name != self._dialect.name:
+            raise InputError("dispatch.connection_invalid", expected=self._dialect.name, found=joined.dialect.name)
         if not self._dialect.in_transaction(joined):
             raise InputError("dispatch.transaction_required", expected="a connection with a transaction to join")
         pool = joined.engine.pool
-        if pool is not self._joined:
-            self._check_database(joined, pool)
-            self._joined = pool
+        if pool not in self._joined:
+            if pool is not self.engine.pool:
+                self._check_database(joined)
+            check_schema(joined)
+            self._joined.add(pool)
         return joined
 
-    def _check_database(self, joined: Connection, pool: Pool) -> None:
-        check_schema(joined)
-        if pool is self.engine.pool:
-            return
-        if joined.dialect.name != self._dialect.name:
-            raise InputError("dispatch.connection_invalid", expected=self._dialect.name, found=joined.dialect.name)
+    def _check_database(self, joined: Connection) -> None:
         with self._dialect.begin(self._own(), write=False) as ours:
             same = self._dialect.identity(ours) == self._dialect.identity(joined)
         if not same:
@@ -776,12 +792,7 @@ def _by_topic(contracts: Iterable[Contract]) -> dict[str, Contract]:
 
 def _connection_of(host: Any) -> Connection:
     if isinstance(host, Session | scoped_session):
-        try:
-            host = host.connection()
-        except SQLAlchemyError as error:
-            raise InputError(
-                "dispatch.connection_invalid", expected="a usable Session", found=type(error).__name__
-            ) from None
+        host = host.connection()
     if not isinstance(host, Connection):
         raise InputError("dispatch.connection_invalid", expected="a Connection or Session", found=describe(host))
     if host.closed or host.invalidated:

@@ -11,7 +11,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any, Final
 
 from outbox.errors import InputError
@@ -25,6 +25,8 @@ MAX_ATTEMPTS: Final = 20
 _ENCODER = json.JSONEncoder(
     ensure_ascii=False, check_circular=False, allow_nan=False, sort_keys=True, separators=(",", ":")
 )
+#: What holds nothing and cannot be wrong.
+_PLAIN: Final = frozenset({str, int, bool, type(None)})
 _TOKEN = re.compile(r"[A-Za-z0-9_.:-]+")
 _ERROR_CODE = re.compile(r"[a-z][a-z0-9_.-]{0,127}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -167,20 +169,23 @@ def _check_json(value: object, code: str) -> None:
     level: list[object] = [value]
     for depth in range(MAX_DEPTH + 1):
         below: list[object] = []
+        width = 0
         for item in level:
-            below.extend(_inside(item, code, depth))
-            if len(below) > MAX_PAYLOAD_BYTES:  # each takes a byte at least
+            inside = _inside(item, code, depth)
+            width += len(inside)
+            if width > MAX_PAYLOAD_BYTES:  # each takes a byte at least
                 raise InputError(code, expected=f"at most {MAX_PAYLOAD_BYTES} bytes of JSON")
+            below += [each for each in inside if type(each) not in _PLAIN]
         if not below:
             return
         level = below
 
 
-def _inside(value: object, code: str, depth: int) -> Iterable[object]:
+def _inside(value: object, code: str, depth: int) -> Collection[object]:
     """What a list or dict holds; nothing for plain values."""
     # Exact types: a subclass may print or compare as it likes, and then text and value part company.
     kind = type(value)
-    if kind is str or kind is int or kind is bool or value is None:
+    if kind in _PLAIN:
         return ()
     if kind is float:
         if not math.isfinite(value):  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from sqlalchemy import Engine
@@ -18,11 +18,14 @@ from sqlalchemy import Engine
 from tests.databases import BACKENDS, Databases, PostgresDatabases, SharedServer, SqliteDatabases, make_test_engine
 
 _SHARED = pytest.StashKey[Path]()
+_OWNED = pytest.StashKey[IO[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     worker = getattr(config, "workerinput", None)
     config.stash[_SHARED] = Path(worker["outbox_shared"] if worker else tempfile.mkdtemp(prefix="outbox-tests-"))
+    if worker is None:
+        config.stash[_OWNED] = SharedServer(config.stash[_SHARED]).own()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -33,6 +36,7 @@ def pytest_configure_node(node: Any) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput") and _SHARED in config.stash:
         SharedServer(config.stash[_SHARED]).stop()
+        config.stash[_OWNED].close()
 
 
 # -- what the others are made of ------------------------------------------------------------------------------------

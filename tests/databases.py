@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psycopg
 from sqlalchemy import URL, Engine, create_engine, make_url
@@ -24,6 +24,7 @@ from sqlalchemy import URL, Engine, create_engine, make_url
 from outbox.migrate import upgrade
 from outbox.schema import VERSION_TABLE, metadata
 from tests.postgres import PrivatePostgres
+from tests.reaper import hold, watch
 
 BACKENDS = ("sqlite", "postgresql")
 SERVER_VARIABLE = "OUTBOX_TEST_POSTGRES_URL"
@@ -206,24 +207,34 @@ class SharedServer:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._note = directory / "server.json"
+        self._owner = directory / "owner"
 
     def url(self) -> str:
         """Its URL; the server is found or started if no process of this run has done so yet."""
         with (self.directory / "server.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not self._note.exists():
+                watch(self._owner, type(self), self.directory)
                 self._note.write_text(json.dumps(self._find()))
         found = json.loads(self._note.read_text())
         if "error" in found:
             raise RuntimeError(HELP + found["error"])
         return str(found["url"])
 
+    def own(self) -> IO[str]:
+        """Make this process the one with which the server ends; for as long as the returned file stays open."""
+        return hold(self._owner)
+
+    @classmethod
+    def clean_up(cls, directory: Path) -> None:
+        cls(directory).stop()
+
     def stop(self) -> None:
         found = json.loads(self._note.read_text()) if self._note.exists() else {}
         if "container" in found:
             _remove_container(found["container"])
         if "embedded" in found:
-            PrivatePostgres(directory=Path(found["embedded"])).close()
+            PrivatePostgres.clean_up(Path(found["embedded"]))
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _find(self) -> dict[str, Any]:
@@ -264,7 +275,7 @@ class SharedServer:
         return {"url": url.render_as_string(hide_password=False), "container": identity}
 
     def _start_embedded(self) -> dict[str, Any]:
-        server = PrivatePostgres(FAST_SETTINGS)
+        server = PrivatePostgres(FAST_SETTINGS, owner=self._owner)
         try:
             server.start()
         except BaseException:

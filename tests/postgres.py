@@ -20,11 +20,13 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import IO, Any, Literal, Self
 
 import psutil
 import psycopg
 from sqlalchemy import URL
+
+from tests.reaper import hold, watch
 
 LOOPBACK = "127.0.0.1"
 SUPERUSER = "postgres"
@@ -52,14 +54,21 @@ class PrivatePostgres:
     """A PostgreSQL server in a temporary folder, on a loopback port (kept over restarts) and a socket beside it.
 
     It is as durable as a real one (``fsync`` on), so that ``stop("immediate")`` and ``kill()`` mean what a crash means.
-    Use it as a context manager, or call :meth:`close`.
+    Use it as a context manager, or call :meth:`close`; it also ends when its process does, even by SIGKILL.
 
     Args:
         settings: more ``postgresql.conf`` settings.
         directory: where to put it; a temporary folder by default.
+        owner: a lock file; whoever holds it is whose end the server shares. This process by default.
     """
 
-    def __init__(self, settings: Mapping[str, object] | None = None, *, directory: Path | None = None) -> None:
+    def __init__(
+        self,
+        settings: Mapping[str, object] | None = None,
+        *,
+        directory: Path | None = None,
+        owner: Path | None = None,
+    ) -> None:
         self.directory = directory or Path(tempfile.mkdtemp(prefix="outbox-pg-"))
         self.data = self.directory / "data"
         self.sockets = self.directory
@@ -75,6 +84,8 @@ class PrivatePostgres:
             **(settings or {}),
         }
         self._bin, self._as_user = _prepare(self.directory)
+        self._owner = owner
+        self._held: IO[str] | None = None
 
     def __enter__(self) -> Self:
         try:
@@ -92,6 +103,7 @@ class PrivatePostgres:
     def start(self) -> None:
         """Start the server, making its data folder the first time, and wait until it answers."""
         if not (self.data / "PG_VERSION").exists():
+            self._watch()
             self._initdb()
         options = ["-w", "-t", str(START_SECONDS), "-l", str(self.log)]
         try:
@@ -136,6 +148,13 @@ class PrivatePostgres:
             with contextlib.suppress(RuntimeError):
                 self.stop("immediate")
         shutil.rmtree(self.directory, ignore_errors=True)
+        if self._held is not None:
+            self._held.close()
+
+    @classmethod
+    def clean_up(cls, directory: Path) -> None:
+        """Close a server that another process has left behind in ``directory``."""
+        cls(directory=directory).close()
 
     def url(self, database: str = "postgres", *, host: str = LOOPBACK, port: int | None = None) -> str:
         """A ``postgresql+psycopg://`` URL; ``port`` to go through a proxy of the test's own."""
@@ -149,6 +168,12 @@ class PrivatePostgres:
         with psycopg.connect(dbname=database, autocommit=True, **arguments) as connection:  # type: ignore[arg-type]
             cursor = connection.execute(statement)
             return cursor.fetchall() if cursor.description else []
+
+    def _watch(self) -> None:
+        if self._owner is None:
+            self._owner = self.directory / "owner"
+            self._held = hold(self._owner)
+        watch(self._owner, type(self), self.directory)
 
     def _initdb(self) -> None:
         secret = self.directory / "password"

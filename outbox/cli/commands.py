@@ -102,7 +102,7 @@ def migrate(database_url: str, revision: str, sql: bool) -> None:
     if sql:
         click.echo(render_sql(program_url(database_url), revision), nl=False)
         return
-    engine = program_engine(database_url, create=True)
+    engine = program_engine(database_url, create=True, answer_seconds=None)  # an index may take hours
     try:
         with compose.explained(engine):
             before = current(engine)
@@ -116,13 +116,14 @@ def migrate(database_url: str, revision: str, sql: bool) -> None:
 @program.command(short_help="Enqueue events from a file of JSON lines.")
 @click.argument("file")
 @options.database()
+@options.pooler
 @options.topic("The contract that the events follow.  [default: the only one]")
 @options.setting("--max-attempts", type=int, default=5, show_default=True, metavar="N",
                  help="Deliveries to try before an event fails, 1 to 20.")  # fmt: skip
 @click.option(
     "--keep-going", is_flag=True, help="Enqueue the good lines, report the bad ones, exit 2 if there are any."
 )
-def enqueue(file: str, database_url: str, topic: str | None, max_attempts: int, keep_going: bool) -> None:
+def enqueue(file: str, database_url: str, pooler: bool, topic: str | None, max_attempts: int, keep_going: bool) -> None:
     """Enqueue the events in FILE, one JSON object a line (- reads standard input).
 
     All of them or none: a bad line is named by its number, and nothing of the file is enqueued. An event that is there
@@ -132,7 +133,7 @@ def enqueue(file: str, database_url: str, topic: str | None, max_attempts: int, 
     Example:  outbox enqueue changes.jsonl
               zcat changes.jsonl.gz | outbox enqueue --keep-going -
     """
-    with lines.open_file(file, sys.stdin.buffer) as events, compose.opened(database_url) as outbox:
+    with lines.open_file(file, sys.stdin.buffer) as events, compose.opened(database_url, pooled=pooler) as outbox:
         outbox.check()
         outbox.enqueue_many([], topic=topic, max_attempts=max_attempts)  # refuses what is wrong for every line
         size = os.fstat(events.fileno()).st_size
@@ -153,6 +154,7 @@ def _report_line(number: int, error: OutboxError) -> None:
 
 @program.command()
 @options.database(required=False)
+@options.pooler
 @options.worker
 @click.option("--quiet", "-q", is_flag=True, help="Log only what somebody should look into.")
 @click.option("--verbose", "-v", is_flag=True, help="Log every delivery.")
@@ -173,11 +175,14 @@ def worker(context: click.Context, /, quiet: bool, verbose: bool, **given: Any) 
     """
     with ExitStack() as stack:
         stack.enter_context(serve.logged(quiet=quiet, verbose=verbose))
+        stopper = serve.Stopper()
+        stack.enter_context(serve.stopping(stopper))
         if given["app"] is not None:
             options.only_without_app(context)
             runner = compose.host_worker(given["app"])
         else:
             runner = _cms_worker(context, stack, given, verbose=verbose)
+        stopper.attach(runner)
         serve.run(runner, until_idle=given["until_idle"])
 
 
@@ -190,7 +195,7 @@ def _cms_worker(context: click.Context, stack: ExitStack, given: dict[str, Any],
         )
     )  # fmt: skip
     policy = compose.retry_policy(given["retry_base_seconds"], given["retry_max_seconds"])
-    outbox = stack.enter_context(compose.opened(url, retry=policy))
+    outbox = stack.enter_context(compose.opened(url, pooled=given["pooler"], retry=policy))
     advice = outbox.check()
     if advice:
         serve.logger.warning("%s", advice)
@@ -202,6 +207,7 @@ def _cms_worker(context: click.Context, stack: ExitStack, given: dict[str, Any],
         batch=given["batch"],
         lease_seconds=given["lease_seconds"],
         grace_seconds=given["grace_seconds"],
+        wake_ups=not given["pooler"],
         observer=serve.say_delivered if verbose else None,
     )
 
@@ -209,9 +215,10 @@ def _cms_worker(context: click.Context, stack: ExitStack, given: dict[str, Any],
 @program.command(short_help="Show one event: state, attempts, last error, receipt.")
 @click.argument("event_id")
 @options.database()
+@options.pooler
 @options.topic("The topic the event is in.  [default: the only one]")
 @options.as_json
-def status(event_id: str, database_url: str, topic: str | None, as_json: bool) -> None:
+def status(event_id: str, database_url: str, pooler: bool, topic: str | None, as_json: bool) -> None:
     """Show one event: its state, attempts, last error and receipt.
 
     Never its content. Times are UTC.
@@ -220,7 +227,7 @@ def status(event_id: str, database_url: str, topic: str | None, as_json: bool) -
     Example:  outbox status site-4:conf:00003
               outbox status site-4:conf:00003 --json | jq -r .status
     """
-    with compose.opened(database_url) as outbox:
+    with compose.opened(database_url, pooled=pooler) as outbox:
         fields = output.status_fields(outbox.status(event_id, topic=topic))
     if as_json:
         output.say_json(fields)
@@ -230,9 +237,10 @@ def status(event_id: str, database_url: str, topic: str | None, as_json: bool) -
 
 @program.command(short_help="Say whether events flow (exit status 0, 1 or 2).")
 @options.database()
+@options.pooler
 @options.as_json
 @click.option("--deep", is_flag=True, help="Check every row and the database's own integrity. Reads everything.")
-def health(database_url: str, as_json: bool, deep: bool) -> int:
+def health(database_url: str, pooler: bool, as_json: bool, deep: bool) -> int:
     """Say whether events flow: exit status 0 ok, 1 blocked, 2 cannot tell.
 
     Blocked means that events have failed, or that leases have ended and no worker has taken the events up again. Cheap
@@ -242,7 +250,7 @@ def health(database_url: str, as_json: bool, deep: bool) -> int:
     Example:  outbox health
               outbox health --json | jq .oldest_due_age
     """
-    with compose.opened(database_url) as outbox:
+    with compose.opened(database_url, pooled=pooler) as outbox:
         found = outbox.health(deep=deep)
         advice = outbox.check()
     if as_json:
@@ -255,10 +263,13 @@ def health(database_url: str, as_json: bool, deep: bool) -> int:
 @program.command()
 @click.argument("event_id", required=False)
 @options.database()
+@options.pooler
 @options.topic("The topic the events are in.  [default: the only one]")
 @click.option("--all", "every", is_flag=True, help="Every failed event.")
 @click.option("--error-code", metavar="CODE", help="With --all: only those that failed with this code.")
-def redrive(event_id: str | None, database_url: str, topic: str | None, every: bool, error_code: str | None) -> None:
+def redrive(
+    event_id: str | None, database_url: str, pooler: bool, topic: str | None, every: bool, error_code: str | None
+) -> None:
     """Make failed events due again, with all their attempts.
 
     Do this once the cause is mended; `outbox status` says what it was.
@@ -269,7 +280,7 @@ def redrive(event_id: str | None, database_url: str, topic: str | None, every: b
     """
     if every == (event_id is not None) or (error_code is not None and not every):
         raise CommandLineError("cli.usage", "give either one EVENT_ID, or --all with or without --error-code")
-    with compose.opened(database_url) as outbox:
+    with compose.opened(database_url, pooled=pooler) as outbox:
         if event_id is not None:
             outbox.redrive(event_id, topic=topic)
             redriven = 1
@@ -282,11 +293,12 @@ def redrive(event_id: str | None, database_url: str, topic: str | None, every: b
 
 @program.command()
 @options.database()
+@options.pooler
 @options.topic("Only events of this topic.  [default: all topics]")
 @click.option("--older-than", callback=options.duration, required=True, metavar="DURATION",
               help="How long ago an event must have been settled, such as 90s, 12h, 30d or 4w.")  # fmt: skip
 @click.option("--include-failed", is_flag=True, help="Delete failed events too, not only succeeded ones.")
-def purge(database_url: str, topic: str | None, older_than: float, include_failed: bool) -> None:
+def purge(database_url: str, pooler: bool, topic: str | None, older_than: float, include_failed: bool) -> None:
     """Delete events that were settled long ago.
 
     With an event goes its receipt, and the proof that it was enqueued before: the same event enqueued later is a new
@@ -295,7 +307,7 @@ def purge(database_url: str, topic: str | None, older_than: float, include_faile
     \b
     Example:  outbox purge --older-than 30d
     """
-    with compose.opened(database_url) as outbox:
+    with compose.opened(database_url, pooled=pooler) as outbox:
         deleted = _in_batches(
             "deleting",
             lambda: outbox.purge(older_than_seconds=older_than, topic=topic, include_failed=include_failed),

@@ -36,13 +36,13 @@ MAX_KEY_BYTES: Final = 65_536
 
 
 @contextmanager
-def opened(url: str, *, retry: RetryPolicy | None = None) -> Iterator[Outbox]:
+def opened(url: str, *, pooled: bool, retry: RetryPolicy | None = None) -> Iterator[Outbox]:
     """An outbox on the database at ``url``, closed afterwards.
 
     Raises:
         DatabaseError, InputError: for a URL that leads nowhere, and whatever the verbs raise, explained.
     """
-    engine = program_engine(url)
+    engine = program_engine(url, pooled=pooled)
     try:
         with explained(engine):
             yield Outbox(engine, contracts=CONTRACTS, retry=retry)

@@ -40,6 +40,13 @@ def database(*, required: bool = True) -> Decorator:
     )  # fmt: skip
 
 
+def pooler(command: Any) -> Any:
+    return setting(
+        "--pooler", is_flag=True,
+        help="The URL leads to a pooler in transaction mode, such as PgBouncer.",
+    )(command)  # fmt: skip
+
+
 def topic(words: str) -> Decorator:
     return setting("--topic", metavar="TOPIC", help=words)
 

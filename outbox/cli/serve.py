@@ -28,10 +28,31 @@ _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 _COLOURS: Final = {logging.ERROR: "red", logging.WARNING: "yellow", logging.DEBUG: "bright_black"}
 
 
+class Stopper:
+    """Stops a worker, which need not be there yet when the word comes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._told = False
+        self._worker: Worker | None = None
+
+    def __call__(self) -> None:
+        with self._lock:
+            self._told = True
+            if self._worker is not None:
+                self._worker.stop()
+
+    def attach(self, worker: Worker) -> None:
+        with self._lock:
+            self._worker = worker
+            if self._told:
+                worker.stop()
+
+
 def run(worker: Worker, *, until_idle: bool) -> WorkerStats:
     """Run until told to stop, or until nothing is due any more."""
     logger.info("worker %s runs", worker.worker_id)
-    with stopping(worker.stop), _live(worker):
+    with _live(worker):
         stats = worker.run(until_idle=until_idle)
     logger.info("worker %s has stopped: %s", worker.worker_id, _numbers(stats))
     return stats

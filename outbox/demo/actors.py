@@ -46,8 +46,19 @@ article = Table(
 )
 
 
+#: Codes of the demo's own, beside :data:`outbox.errors.CODES`.
+CODES: Final[dict[str, str]] = {
+    "demo.database_in_use": "the demo wants a database without real events",
+    "demo.server_failed": "the demo's server did not start, or does not answer",
+    "demo.worker_failed": "a worker of the demo's ended by itself, or did not end when told to",
+}
+
+
 class DemoError(OutboxError):
     """The demo could not be run."""
+
+    def __init__(self, code: str, found: str) -> None:
+        super().__init__(code, CODES[code], found=found)
 
 
 # -- the host -------------------------------------------------------------------------------------------------------
@@ -211,9 +222,7 @@ class RemoteServer:
         process.stdin.flush()
         port = process.stdout.readline()
         if not port:
-            raise DemoError(
-                "demo.server_failed", f"the server did not start; its log ends: {_tail(processes, 'server')}"
-            )
+            raise DemoError("demo.server_failed", f"its log ends: {_tail(processes, 'server')}")
         self.port = int(port)
         self.origin = f"http://127.0.0.1:{self.port}"
 
@@ -224,7 +233,7 @@ class RemoteServer:
             connection.request("GET", "/ledger")
             found: dict[str, Any] = json.loads(connection.getresponse().read())
         except (OSError, http.client.HTTPException) as error:
-            raise DemoError("demo.server_failed", "the server does not answer", found=type(error).__name__) from None
+            raise DemoError("demo.server_failed", type(error).__name__) from None
         finally:
             connection.close()
         return found
@@ -254,6 +263,10 @@ class Workers:
         self.pids[name] = self._processes.start(name, arguments, self._environment).pid
         return name
 
+    def all_run(self) -> bool:
+        """Whether every one that has been started, and not been killed, has got to work."""
+        return all(self._processes.log(name).stat().st_size for name in self.pids if name not in self.killed)
+
     def kill(self, name: str) -> None:
         """End one with SIGKILL: it gets to do nothing more."""
         self._processes[name].kill()
@@ -266,7 +279,7 @@ class Workers:
         for name in self.pids:
             if name in ended and name not in self.killed:
                 tail = _tail(self._processes, name)
-                raise DemoError("demo.worker_failed", f"{name} ended with status {ended[name]}; its log ends: {tail}")
+                raise DemoError("demo.worker_failed", f"{name} with status {ended[name]}; its log ends: {tail}")
 
     def stop(self, patience: float = 10) -> dict[str, int]:
         """Ask those that live to stop, and return their exit statuses."""
@@ -279,7 +292,7 @@ class Workers:
         try:
             return self._processes[name].wait(patience)
         except subprocess.TimeoutExpired:
-            raise DemoError("demo.worker_failed", f"{name} did not stop within {patience:g} s of SIGTERM") from None
+            raise DemoError("demo.worker_failed", f"{name} running {patience:g} s after SIGTERM") from None
 
 
 def new_key(directory: Path) -> tuple[Path, str]:

@@ -21,6 +21,7 @@ from outbox.demo.view import Facts, View, view_for_output
 from outbox.dialects import dialect_for
 from outbox.dialects.engines import program_engine, program_url, shown, throw_away_place
 from outbox.migrate import upgrade
+from outbox.records import STATUSES
 from outbox.schema import EVENT_TABLE, outbox_event
 
 #: Seconds after which it has failed, however far it has got; and for how long the host spreads its changes.
@@ -31,6 +32,7 @@ RESTART_AFTER: Final = 1.0
 _SHOWN: Final = {
     "requests": "requests", "unavailable": "answered 503", "dropped": "dropped", "slow": "answered slowly",
 }  # fmt: skip
+_OPEN: Final = frozenset(STATUSES) - {"succeeded", "failed"}
 _TICK: Final = 0.04
 _LOOK_EVERY: Final = 0.2
 
@@ -90,7 +92,7 @@ def read_database(host: Host) -> DatabaseSide:
 
 
 def _stop(view: View, workers: Workers) -> None:
-    view.remark("everything is settled: SIGTERM to the workers")
+    view.remark("SIGTERM to the workers, which finish and exit")
     statuses = workers.stop()
     view.remark("exit statuses: " + ", ".join(f"{name} {status}" for name, status in statuses.items()))
 
@@ -120,7 +122,9 @@ class Story:
                 self._look()
             self._restart()
             time.sleep(_TICK)
-        if not self._settled:
+        if self._settled:
+            self._view.remark("everything is settled")
+        else:
             self._view.remark(f"not everything was settled within {TIME_LIMIT:g} s")
 
     def _start_worker(self) -> None:
@@ -140,9 +144,9 @@ class Story:
         if ledger["held"] is not None and not ledger["cut_off"]:
             self._kill_sender(ledger["held"])
         self._workers.check_alive()
-        settled = counts["succeeded"] + counts["failed"]
-        # Not before a new worker runs, since that is how it goes on after a crash.
-        self._settled = self._host.done and settled == len(self._host.committed) and self._restart_at is None
+        # Not before the new worker runs, since that is how it goes on after a crash.
+        restarted = self._restart_at is None and self._workers.all_run()
+        self._settled = self._host.done and restarted and not any(counts[status] for status in _OPEN)
 
     def _kill_sender(self, event_id: str) -> None:
         owner = self._host.owner(event_id)
@@ -174,9 +178,7 @@ def _refuse_database_in_use(url: URL) -> None:
                 return
     finally:
         engine.dispose()
-    raise DemoError(
-        "demo.database_in_use", "the database holds real events; the demo wants one without", found=shown(url)
-    )
+    raise DemoError("demo.database_in_use", shown(url))
 
 
 @contextmanager

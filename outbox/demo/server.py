@@ -251,7 +251,8 @@ def main() -> None:
     key_id, key = sys.stdin.readline().split()
     server = Server(Service(key_id, key.encode("ascii")))
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True).start()
-    print(server.server_address[1], flush=True)
+    sys.stdout.write(f"{server.server_address[1]}\n")
+    sys.stdout.flush()
     sys.stdin.read()
     os._exit(0)  # requests that are being held have nobody to wait for
 

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Final
 
+import click
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -88,7 +89,7 @@ class Plain(View):
         return nullcontext()
 
     def remark(self, text: str) -> None:
-        print(f"{self.elapsed:6.1f}s  {text}", flush=True)
+        click.echo(f"{self.elapsed:6.1f}s  {text}")
 
     def progress(self, facts: Facts) -> None:
         if self.elapsed < self._shown_at + 1:
@@ -99,10 +100,10 @@ class Plain(View):
 
     def report(self, report: Report) -> None:
         for name, value in report.numbers.items():
-            print(f"{name}: {value}")
+            click.echo(f"{name}: {value}")
         for sentence in report.disagreements:
-            print(f"disagreement: {sentence}")
-        print(f"verdict: {verdict(report)}", flush=True)
+            click.echo(f"disagreement: {sentence}")
+        click.echo(f"verdict: {verdict(report)}")
 
 
 class Terminal(View):

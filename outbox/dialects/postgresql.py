@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any, Final
 
 from sqlalchemy import (
@@ -52,6 +53,9 @@ from outbox.records import Claim
 
 #: Above so many rows, a count in ``health`` is the planner's estimate.
 EXACT_UP_TO: Final = 50_000
+#: What one statement inserts at most: rows, and characters of their payloads.
+PORTION_ROWS: Final = 1000
+PORTION_CHARACTERS: Final = 16_000_000
 
 #: What an enqueue notifies while a worker is idle.
 CHANNEL: Final = "outbox_event"
@@ -61,7 +65,11 @@ _BUSY: Final = {"55P03", "57014", "40001", "40P01"}  # lock not available, cance
 
 # One statement for the clock and for what changes when the schema does; a missing table raises or returns no row.
 _PULSE = text(
-    "SELECT clock.now, EXISTS (SELECT FROM outbox_event WHERE (status = 'leased') AND lease_expires_at <= clock.now),"
+    "SELECT clock.now, (SELECT id FROM outbox_event WHERE (status = 'leased') AND lease_expires_at <= clock.now"
+    "                   ORDER BY lease_expires_at LIMIT 1) IS NOT NULL AS expired,"
+    # Every statement of ours has an index that is meant for it and brings its order along. Statistics of another time, or
+    # none at all, must not send one through all the settled rows instead.
+    " set_config('enable_seqscan', 'off', true), set_config('enable_sort', 'off', true),"
     f" (SELECT string_agg(version_num, ',') FROM {schema.VERSION_TABLE}) AS revision, c.relchecks,"
     " (SELECT count(*) FROM pg_attribute WHERE attrelid = c.oid AND attnum > 0 AND NOT attisdropped) AS columns,"
     " (SELECT count(*) FROM pg_index WHERE indrelid = c.oid AND indisvalid) AS indexes"
@@ -87,10 +95,8 @@ class PostgreSQLDialect(Dialect):
         # READ COMMITTED whatever the host's default: under REPEATABLE READ a claim that meets another's would abort
         # instead of taking the next row.
         del write  # readers and writers begin alike
-        with self.mapped_errors(), engine.connect() as plain:
-            connection = plain.execution_options(isolation_level="READ COMMITTED")
-            with connection.begin():
-                yield connection
+        with self.mapped_errors(), engine.connect() as connection, _read_committed(connection), connection.begin():
+            yield connection
 
     def pulse(self, connection: Connection, now: float | None) -> Pulse:
         moment, expired, *generation = connection.execute(_PULSE, {"now": now}).one()
@@ -123,8 +129,15 @@ class PostgreSQLDialect(Dialect):
         if len(rows) == 1:
             statement = _INSERT if now is None else _INSERT_AT
             return connection.execute(statement, {**insert_values(rows)[0], "now": now}).all()
-        statement = _INSERT_MANY if now is None else _INSERT_MANY_AT
-        return connection.execute(statement, {"records": _records(NewEvent._fields, rows), "now": now}).all()
+        drawn = connection.execute(_DRAW, {"count": len(rows), "now": now}).all()
+        # Ids are drawn in the order given, since that is the due order of equal times. Rows are inserted in the order
+        # of their names, however many statements it takes: two hosts with overlapping batches then wait for each other
+        # instead of deadlocking.
+        numbered = sorted(((new.id, *row) for new, row in zip(drawn, rows, strict=True)), key=itemgetter(1, 2))
+        names, found = ["id", *NewEvent._fields], list[Row[Any]]()
+        for portion in _portions(numbered):
+            found += connection.execute(_INSERT_MANY, {"records": _records(names, portion), "now": drawn[0].now})
+        return found
 
     def settle(self, connection: Connection, changes: Sequence[Change], now: float) -> set[str]:
         changes = sorted(changes, key=lambda change: change.claim.id)  # one order of locking, so no deadlocks
@@ -175,6 +188,23 @@ class PostgreSQLDialect(Dialect):
         return event.c.id == any_(func.array(picked.scalar_subquery()))
 
 
+@contextmanager
+def _read_committed(connection: Connection) -> Iterator[None]:
+    """READ COMMITTED for a while, then the connection as it was.
+
+    By the driver's attributes: SQLAlchemy's ``execution_options`` would put back a fixed level where there was none and
+    the session's own default ruled, and so change what the host's next transaction is.
+    """
+    raw: Any = connection.connection.dbapi_connection
+    autocommit, level = raw.autocommit, raw.isolation_level
+    connection.dialect.set_isolation_level(raw, "READ COMMITTED")
+    try:
+        yield
+    finally:
+        if not raw.closed:
+            raw.autocommit, raw.isolation_level = autocommit, level
+
+
 class _Listener(ThreadedWatch):
     """LISTEN on a connection of its own. A silent connection is asked for a sign of life now and then, since one that a
     router has forgotten looks just like one on which nothing happens."""
@@ -219,21 +249,26 @@ def _insert_one(now: ColumnElement[float]) -> Any:
     return _idempotent(insert(event).values(next_attempt_at=now, created_at=now, updated_at=now))
 
 
-def _insert_many(now: ColumnElement[float]) -> Any:
-    """All rows in one statement of constant text.
-
-    Ids are drawn in the order given, since that is the due order of equal times; rows are then inserted in the order of
-    their event ids, so that two hosts with overlapping batches wait for each other instead of deadlocking.
-    """
-    given = _recordset({name: event.c[name].type for name in NewEvent._fields})
-    next_id = func.nextval(func.pg_get_serial_sequence(schema.EVENT_TABLE, "id"))
-    numbered = select(next_id.label("id"), *given.c).subquery()
+def _insert_many() -> Any:
+    """Rows in one statement of constant text, in the order of its parameter."""
+    given = _recordset({name: event.c[name].type for name in ("id", *NewEvent._fields)})
     constants = {"status": literal("pending"), "attempts": literal(0), "redrives": literal(0)}
-    times = dict.fromkeys(("next_attempt_at", "created_at", "updated_at"), now)
-    columns = [*numbered.c, *constants.values(), *times.values()]
-    ordered = select(*columns).order_by(numbered.c.topic, numbered.c.event_id)
-    names = ["id", *NewEvent._fields, *constants, *times]
-    return _idempotent(insert(event).from_select(names, ordered))
+    times = dict.fromkeys(("next_attempt_at", "created_at", "updated_at"), _GIVEN)
+    rows = select(*given.c, *constants.values(), *times.values())
+    return _idempotent(insert(event).from_select(["id", *NewEvent._fields, *constants, *times], rows))
+
+
+def _portions(rows: Iterable[tuple[Any, ...]]) -> Iterator[list[tuple[Any, ...]]]:
+    """The rows in portions that fit into one parameter, of which PostgreSQL takes no more than a gigabyte."""
+    payload = 1 + NewEvent._fields.index("payload")
+    portion, size = list[tuple[Any, ...]](), 0
+    for row in rows:
+        size += len(row[payload])
+        if portion and (len(portion) == PORTION_ROWS or size > PORTION_CHARACTERS):
+            yield portion
+            portion, size = [], len(row[payload])
+        portion.append(row)
+    yield portion
 
 
 def _idempotent(statement: Any) -> Any:
@@ -329,8 +364,12 @@ def _rows(condition: str, now: float | None) -> Select[Any]:
 
 _INSERT = _insert_one(_CLOCK)
 _INSERT_AT = _insert_one(_GIVEN)
-_INSERT_MANY = _insert_many(_CLOCK)
-_INSERT_MANY_AT = _insert_many(_GIVEN)
+_INSERT_MANY = _insert_many()
+_DRAW = text(
+    f"SELECT nextval((SELECT pg_get_serial_sequence('{schema.EVENT_TABLE}', 'id')::regclass)) AS id,"
+    " coalesce(CAST(:now AS double precision), extract(epoch FROM statement_timestamp())::double precision) AS now"
+    " FROM generate_series(1, CAST(:count AS integer))"
+)
 _SETTLE = _settle()
 _RENEW = _renew()
 

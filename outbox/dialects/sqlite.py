@@ -5,13 +5,14 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 from sqlalchemy import Connection, Engine, Row, bindparam, func, select, text, update
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.pool import Pool, SingletonThreadPool, StaticPool
 from sqlalchemy.sql import ColumnElement, Select
 
 from outbox import schema
@@ -35,6 +36,8 @@ from outbox.records import Claim
 PATIENCE: Final = 5.0
 _LONGEST_NAP: Final = 0.05
 
+T = TypeVar("T")
+
 _PULSE = text(
     f"SELECT EXISTS (SELECT 1 FROM {schema.EVENT_TABLE} WHERE ({schema.LEASED}) AND lease_expires_at <= :now),"
     f" (SELECT group_concat(version_num) FROM {schema.VERSION_TABLE}), schema_version FROM pragma_schema_version"
@@ -52,21 +55,25 @@ class SQLiteDialect(Dialect):
     def begin(self, engine: Engine, *, write: bool = True) -> Iterator[Connection]:
         # BEGIN IMMEDIATE, since a transaction that reads first and then writes cannot wait for another writer: SQLite
         # refuses the upgrade at once ("database is locked") whatever the busy timeout is.
+        _check_unshared(engine.pool)
         with self.mapped_errors(), engine.connect() as connection:
             raw = _raw(connection)
             with _explicit_transactions(raw):
-                _patiently(connection, "BEGIN IMMEDIATE" if write else "BEGIN")
+                _patiently(lambda: connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN"))
                 try:
                     yield connection
-                    _patiently(connection, "COMMIT")  # which waits for readers where there is no WAL
+                    _patiently(lambda: connection.exec_driver_sql("COMMIT"))  # waits for readers where there is no WAL
                 finally:
                     if raw.in_transaction:  # not so after errors on which SQLite itself rolled back
                         raw.execute("ROLLBACK")
 
     def pulse(self, connection: Connection, now: float | None) -> Pulse:
-        moment = time.time() if now is None else now
-        expired, *generation = connection.execute(_PULSE, {"now": moment}).one()
-        return Pulse(moment, bool(expired), tuple(generation))
+        def ask() -> Pulse:
+            moment = time.time() if now is None else now
+            expired, *generation = connection.execute(_PULSE, {"now": moment}).one()
+            return Pulse(moment, bool(expired), tuple(generation))
+
+        return _patiently(ask)  # the first to read, which in a transaction that only reads can meet a writer
 
     def in_transaction(self, connection: Connection) -> bool:
         raw = _raw(connection)
@@ -222,9 +229,12 @@ _RENEW = (
 )
 
 
-def _count(condition: str, now: float | None) -> Select[Any]:
-    statement = select(func.count()).select_from(event).where(schema.predicate(condition))
-    return statement if now is None else statement.where(event.c.next_attempt_at <= now)
+def _count(condition: str, now: float | None) -> TextClause:
+    # The index is named, since with its own statistics SQLite would rather read all rows, payloads and all, than most of
+    # an index.
+    index = next(index for index in event.indexes if str(index.dialect_options["sqlite"]["where"]) == condition)
+    counted = f"SELECT count(*) FROM {schema.EVENT_TABLE} INDEXED BY {index.name} WHERE ({condition})"
+    return text(counted) if now is None else text(f"{counted} AND next_attempt_at <= :now").bindparams(now=now)
 
 
 def _raw(connection: Connection) -> sqlite3.Connection:
@@ -250,14 +260,28 @@ def _is_busy(error: BaseException | None) -> bool:
     return code is not None and code & 0xFF in _BUSY  # the low byte is the primary code of an extended one
 
 
-def _patiently(connection: Connection, statement: str) -> None:
-    """Execute BEGIN or COMMIT, waiting for other writers and readers."""
+def _check_unshared(pool: Pool) -> None:
+    """Refuse to begin where the pool has only one connection and the host is in the middle of a transaction on it, as
+    with a database in memory: that transaction is not ours to end."""
+    if isinstance(pool, StaticPool):
+        raw: Any = pool.connection.dbapi_connection
+    elif isinstance(pool, SingletonThreadPool):
+        with closing(pool.connect()) as pooled:
+            raw = pooled.dbapi_connection
+    else:
+        return
+    if _legacy_control(raw) and raw.in_transaction:
+        found = "the host's open transaction on the only one"
+        raise DatabaseError("dispatch.database_busy", expected="a connection of our own", found=found)
+
+
+def _patiently(action: Callable[[], T]) -> T:
+    """Do what may have to wait for other writers and readers."""
     deadline = time.monotonic() + PATIENCE
     nap = 0.001
     while True:
         try:
-            connection.exec_driver_sql(statement)
-            return
+            return action()
         except DBAPIError as error:
             if not _is_busy(error.orig) or time.monotonic() >= deadline:
                 raise

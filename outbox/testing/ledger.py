@@ -429,9 +429,10 @@ class LedgerServer:
 
     def close(self) -> None:
         """Answer nobody any more."""
-        self._server.shutdown()
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join(PATIENCE)
         self._server.server_close()
-        self._thread.join(PATIENCE)
 
 
 def _block(code: str) -> dict[str, Any]:

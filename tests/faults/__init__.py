@@ -1,0 +1,1 @@
+"""A laboratory in which everything breaks: ``python -m tests.faults --help``."""
