@@ -185,6 +185,8 @@ def _claim_fault(claim: Claim) -> str | None:
     numbers = (claim.attempt, claim.max_attempts, claim.id)
     if any(isinstance(n, bool) or not isinstance(n, int) for n in numbers):
         return "whole numbers for id, attempt and max_attempts"
+    if not 1 <= claim.id < 2**63:
+        return "the id of a row"
     if not 1 <= claim.attempt <= claim.max_attempts <= MAX_ATTEMPTS:
         return f"1 <= attempt <= max_attempts <= {MAX_ATTEMPTS}"
     if not (is_token(claim.topic) and is_token(claim.event_id)):

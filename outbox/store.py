@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Final, NamedTuple, TypeVar
 from weakref import WeakSet
 
-from sqlalchemy import Connection, Engine, select, tuple_
+from sqlalchemy import Column, Connection, Engine, select, tuple_
 from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.orm import Session, scoped_session
 from sqlalchemy.pool import Pool
@@ -94,8 +94,9 @@ class Outbox:
     ``now``, wherever it can be given, is UTC epoch seconds. Without it the time is the database's on PostgreSQL, so
     that all hosts share one clock, and the machine's on SQLite.
 
-    Every verb may raise :class:`SchemaError` (``dispatch.schema_altered``) before it does anything, and
-    :class:`DatabaseError` (``dispatch.database_busy``, ``dispatch.database_unavailable``).
+    Every verb may raise :class:`SchemaError` (``dispatch.schema_altered``) before it does anything,
+    :class:`DatabaseError` (``dispatch.database_busy``, ``dispatch.database_unavailable``), and :class:`IntegrityError`
+    (``dispatch.database_integrity``) when it meets damage to the database.
 
     Raises:
         InputError: ``dispatch.connection_invalid``, ``dispatch.contract_invalid``, ``dispatch.policy_invalid``.
@@ -323,12 +324,13 @@ class Outbox:
             claims = self._dialect.lease(
                 connection, contract.topic, worker_id, lease_end(moment, seconds), moment, limit, floor
             )
-        bad = [claim for claim in claims if not _proves_itself(contract, claim)]
-        if bad:
+        good, bad = list[Claim](), list[Claim]()
+        for claim in claims:
+            (good if _proves_itself(contract, claim) else bad).append(claim)
+        if bad:  # as of when they were leased: verifying may take longer than a short lease
             code = "dispatch.payload_integrity"
-            self._apply([Change(claim, "failed", claim.attempt, error_code=code) for claim in bad], now)
-            claims = [claim for claim in claims if claim not in bad]
-        return claims, bad
+            self._apply([Change(claim, "failed", claim.attempt, error_code=code) for claim in bad], moment)
+        return good, bad
 
     def _recover(self, connection: Connection, now: float) -> None:
         for row in self._dialect.recover(connection, now, RECOVERY_LIMIT):
@@ -435,9 +437,7 @@ class Outbox:
         if not isinstance(result, Failure):
             raise InputError("dispatch.claim_invalid", expected="a Success or a Failure", found=describe(result))
         check_claim(result.claim)
-        check_error(result.error_code, result.detail_hash)
-        if result.retry_after is not None:
-            check_seconds(result.retry_after, code="dispatch.error_invalid", zero=True)
+        _check_failure(result)
         return lambda now: _failed(result, self.retry_policy, now)
 
     def _settle_one(self, changer: Callable[[float], Change], claim: Claim, now: float | None) -> Outcome:
@@ -513,15 +513,17 @@ class Outbox:
         contract = self._contract(topic)
         check_token(event_id, code="dispatch.event_invalid")
         with self._transaction(check_now(now), write=False) as (connection, moment, _):
-            row = self._find(connection, contract, event_id)
+            row = self._find(connection, contract, event_id, event.c)
         check_row(row)
         check_payload(row, contract)
         return _event_status(row, moment)
 
     @staticmethod
-    def _find(connection: Connection, contract: Contract, event_id: str) -> Any:
+    def _find(
+        connection: Connection, contract: Contract, event_id: str, columns: Iterable[Column[Any]] = _STATUS_COLUMNS
+    ) -> Any:
         key = (event.c.topic == contract.topic) & (event.c.event_id == event_id)
-        row = connection.execute(select(event).where(key)).one_or_none()
+        row = connection.execute(select(*columns).where(key)).one_or_none()
         if row is None:
             raise NotFoundError("dispatch.event_missing", event_id=event_id)
         return row
@@ -542,9 +544,13 @@ class Outbox:
             return self._glance(transaction)
 
     def _check_everything(self, connection: Connection) -> None:
+        # Rows first, since SQLite counts a row that breaks a CHECK as damage, and the rules can say which it is.
+        self._check_rows(connection)
         damage = self._dialect.damage(connection)
         if damage is not None:
             raise IntegrityError("dispatch.database_integrity", found=damage)
+
+    def _check_rows(self, connection: Connection) -> None:
         last = None
         while True:  # by key, not by cursor: a driver's cursor may hold the whole result
             page = select(event).order_by(event.c.id).limit(DEEP_ROWS)
@@ -593,7 +599,9 @@ class Outbox:
             redriven = self._dialect.redrive(connection, condition, moment)
             row = self._find(connection, contract, event_id)
             if not redriven:
-                raise InputError("dispatch.redrive_invalid", event_id=event_id, found=row.status)
+                failed = "a failed one that was created after now or is being changed"
+                found = failed if row.status == "failed" else row.status
+                raise InputError("dispatch.redrive_invalid", event_id=event_id, found=found)
         return _event_status(row, moment)
 
     def redrive_all(
@@ -765,12 +773,29 @@ def deliver(destination: Destination, claim: Claim) -> Result:
     """
     try:
         return Success(claim, destination.deliver(claim))
-    except DeliveryFailed as error:
-        return Failure(claim, error.code, error.retryable, error.retry_after, error.detail_hash)
     except Exception as error:  # noqa: BLE001 - a host's code may raise anything, and the event must end somewhere
-        logger.error("destination raised %s on event %s", type(error).__name__, claim.event_id)
-        detail = sha256_hex(repr(error).encode("utf-8", "backslashreplace").decode("utf-8"))
-        return Failure(claim, "dispatch.client_failure", retryable=False, detail_hash=detail)
+        return _declared(claim, error) or _undeclared(claim, error)
+
+
+def _declared(claim: Claim, error: Exception) -> Failure | None:
+    """The failure that an exception declares; None too if a host's subclass has left it malformed."""
+    if not isinstance(error, DeliveryFailed):
+        return None
+    try:
+        failure = Failure(claim, error.code, bool(error.retryable), error.retry_after, error.detail_hash)
+        _check_failure(failure)
+    except (AttributeError, InputError):
+        return None
+    return failure
+
+
+def _undeclared(claim: Claim, error: Exception) -> Failure:
+    logger.error("destination raised %s on event %s", type(error).__name__, claim.event_id)
+    try:
+        said = repr(error).encode("utf-8", "backslashreplace").decode("utf-8")
+    except Exception:  # noqa: BLE001 - neither must an exception that cannot even be shown stop us
+        said = type(error).__name__
+    return Failure(claim, "dispatch.client_failure", retryable=False, detail_hash=sha256_hex(said))
 
 
 # -- decisions, without I/O --------------------------------------------------------------------------------------------
@@ -778,10 +803,12 @@ def deliver(destination: Destination, claim: Claim) -> Result:
 
 def _by_topic(contracts: Iterable[Contract]) -> dict[str, Contract]:
     found: dict[str, Contract] = {}
+    if not isinstance(contracts, Iterable):
+        raise InputError("dispatch.contract_invalid", expected="several contracts", found=describe(contracts))
     for contract in contracts:
         if not isinstance(contract, Contract):
             raise InputError("dispatch.contract_invalid", expected="Contract objects", found=describe(contract))
-        topic = check_token(contract.topic, code="dispatch.contract_invalid")
+        topic = check_token(getattr(contract, "topic", None), code="dispatch.contract_invalid")
         if topic in found:
             raise InputError("dispatch.contract_invalid", expected="one contract per topic", found=f"two for {topic}")
         found[topic] = contract
@@ -873,6 +900,12 @@ def _in_turn(claims: Sequence[Claim], act: Callable[[list[int]], set[str]]) -> s
         live.update(index for token, index in turn.items() if token in tokens)
         waiting = [index for index in later if claims[index].lease_token not in tokens]
     return live
+
+
+def _check_failure(failure: Failure) -> None:
+    check_error(failure.error_code, failure.detail_hash)
+    if failure.retry_after is not None:
+        check_seconds(failure.retry_after, code="dispatch.error_invalid", zero=True)
 
 
 def _constant(change: Change) -> Callable[[float], Change]:

@@ -156,7 +156,7 @@ class Worker:
         self._results: list[tuple[_Held, Result]] = []
         self._unsent: list[_Held] = []
         self._oldest_result_at = 0.0
-        self._stopping = threading.Event()
+        self._stopping = False  # no Event: its lock may be held by the very code that a signal handler interrupts
         self._woken = threading.Event()
         self._watch = outbox.watch() if wake_ups else Watch()
         self._outage = _Outage()
@@ -173,7 +173,7 @@ class Worker:
 
         May be called from any thread and from a signal handler.
         """
-        self._stopping.set()
+        self._stopping = True
         self._done.put(None)
 
     def run(self, *, until_idle: bool = False) -> WorkerStats:
@@ -188,11 +188,11 @@ class Worker:
         senders = self._start_senders()
         try:
             watch.start(self._wake)
-            while not self._stopping.is_set() and not (until_idle and self._idle()):
+            while not self._stopping and not (until_idle and self._idle()):
                 self._turn()
             self._wind_down()
         finally:
-            self._stopping.set()
+            self._stopping = True
             for lane, _ in senders:
                 lane.waiting.put(None)
             watch.close()
@@ -451,7 +451,7 @@ class Worker:
             result: Result | None = None
             # Whatever cannot end before its lease does is not begun.
             in_time = time.monotonic() + lane.destination.timeout < held.deadline
-            if in_time and not held.lost and not self._stopping.is_set():
+            if in_time and not held.lost and not self._stopping:
                 held.started_at = time.monotonic()
                 result = _deliver(lane.destination, held.claim)
             self._done.put((held, result))
@@ -464,7 +464,7 @@ class Worker:
 
     def _wind_down(self) -> None:
         """Wait for what is in flight, settle it, and give back what was never sent."""
-        self._stopping.set()
+        self._stopping = True
         self._recall()
         deadline = time.monotonic() + self._grace_seconds
         while self._held and time.monotonic() < deadline:

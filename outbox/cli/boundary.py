@@ -71,9 +71,6 @@ def end(error: BaseException) -> int:
     """Say what happened, if anybody has to know, and return the exit status."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 0
-    if isinstance(error, click.exceptions.NoArgsIsHelpError if hasattr(click.exceptions, "NoArgsIsHelpError") else ()):
-        click.echo(str(error), err=True)
-        return FAILED
     if isinstance(error, _PipeClosedError | BrokenPipeError):
         _give_up_output()
         return PIPE_CLOSED

@@ -174,7 +174,7 @@ def worker(context: click.Context, /, quiet: bool, verbose: bool, **given: Any) 
               outbox worker --concurrency 32
     """
     with ExitStack() as stack:
-        stack.enter_context(serve.logged(quiet=quiet, verbose=verbose))
+        screen = stack.enter_context(serve.logged(quiet=quiet, verbose=verbose))
         stopper = serve.Stopper()
         stack.enter_context(serve.stopping(stopper))
         if given["app"] is not None:
@@ -183,7 +183,7 @@ def worker(context: click.Context, /, quiet: bool, verbose: bool, **given: Any) 
         else:
             runner = _cms_worker(context, stack, given, verbose=verbose)
         stopper.attach(runner)
-        serve.run(runner, until_idle=given["until_idle"])
+        serve.run(runner, screen, until_idle=given["until_idle"])
 
 
 def _cms_worker(context: click.Context, stack: ExitStack, given: dict[str, Any], *, verbose: bool) -> Worker:

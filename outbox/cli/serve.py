@@ -49,10 +49,10 @@ class Stopper:
                 worker.stop()
 
 
-def run(worker: Worker, *, until_idle: bool) -> WorkerStats:
-    """Run until told to stop, or until nothing is due any more."""
+def run(worker: Worker, screen: Console, *, until_idle: bool) -> WorkerStats:
+    """Run until told to stop, or until nothing is due any more; on a terminal, with its numbers on ``screen``."""
     logger.info("worker %s runs", worker.worker_id)
-    with _live(worker):
+    with _live(worker, screen):
         stats = worker.run(until_idle=until_idle)
     logger.info("worker %s has stopped: %s", worker.worker_id, _numbers(stats))
     return stats
@@ -127,12 +127,9 @@ class _Printer(logging.Handler):
             return
 
 
-_screen: Console | None = None
-
-
 @contextmanager
-def logged(*, quiet: bool, verbose: bool) -> Iterator[None]:
-    """Log to standard error for a while."""
+def logged(*, quiet: bool, verbose: bool) -> Iterator[Console]:
+    """Log to standard error for a while, by way of the console that is returned."""
     screen = console(sys.stderr)
     coloured = screen.is_terminal and not screen.no_color
     handler: logging.Handler = _Printer(screen) if screen.is_terminal else logging.StreamHandler(sys.stderr)
@@ -141,12 +138,9 @@ def logged(*, quiet: bool, verbose: bool) -> Iterator[None]:
     root.addHandler(handler)
     root.setLevel(logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO)
     logging.raiseExceptions = False  # a log nobody can read is not worth a traceback
-    global _screen  # noqa: PLW0603 - one process has one terminal
-    _screen = screen
     try:
-        yield
+        yield screen
     finally:
-        _screen = None
         logging.raiseExceptions = raising
         root.setLevel(before)
         root.removeHandler(handler)
@@ -160,9 +154,9 @@ def say_delivered(line: Settled) -> None:
 
 
 @contextmanager
-def _live(worker: Worker) -> Iterator[None]:
+def _live(worker: Worker, screen: Console) -> Iterator[None]:
     """On a terminal, one line that moves."""
-    if _screen is None or not _screen.is_terminal:
+    if not screen.is_terminal:
         yield
         return
     spinner = Spinner("dots")
@@ -171,7 +165,7 @@ def _live(worker: Worker) -> Iterator[None]:
         spinner.update(text=Text(_numbers(worker.stats), overflow="ellipsis", no_wrap=True))
         return spinner
 
-    live: Any = Live(get_renderable=line, console=_screen, transient=True, refresh_per_second=4)
+    live: Any = Live(get_renderable=line, console=screen, transient=True, refresh_per_second=4)
     with live:
         yield
 

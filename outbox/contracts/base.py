@@ -145,7 +145,9 @@ def _refusing(code: str) -> Iterator[None]:
     """
     try:
         yield
-    except InputError:
-        raise
+    except InputError as error:
+        if error.code == code:
+            raise
+        raise InputError(code, expected=error.expected, found=error.code) from None
     except Exception as error:  # noqa: BLE001 - see above
         raise InputError(code, found=type(error).__name__) from None

@@ -44,7 +44,7 @@ _RECEIPT_FIELDS: Final = ("plan_id", "job_count", "status")
 _ERROR_FIELDS: Final = frozenset({"schema", "status", "error"})
 
 #: All bound fields at once, as nearly all of them are: printable ASCII, no blank at either end, 256 characters at most.
-_PLAIN_BOUND = re.compile(r"(?:[!-~](?:[ -~]{0,254}[!-~])?\n){%d}" % len(_BOUND_FIELDS))
+_PLAIN_BOUND = re.compile(rf"(?:[!-~](?:[ -~]{{0,254}}[!-~])?\n){{{len(_BOUND_FIELDS)}}}")
 _STRINGS_ONLY: Final = frozenset({str})
 _LOCALE = re.compile(r"[A-Za-z]{2,8}(?:-(?:[A-Za-z]{4}|[A-Za-z]{2}|[0-9]{3}|[A-Za-z0-9]{5,8}))*")
 _MEDIA_TYPE = re.compile(r'application/json[ \t]*(?:;[ \t]*charset=(?:utf-8|"utf-8")[ \t]*)?', re.IGNORECASE)

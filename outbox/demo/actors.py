@@ -21,6 +21,7 @@ from sqlalchemy.orm import Session
 
 from outbox.contracts.cms import CMS_CHANGE
 from outbox.demo.report import Row
+from outbox.demo.server import read
 from outbox.errors import OutboxError
 from outbox.schema import outbox_event
 from outbox.store import Outbox
@@ -236,7 +237,7 @@ class RemoteServer:
             raise DemoError("demo.server_failed", type(error).__name__) from None
         finally:
             connection.close()
-        return found
+        return read(found)
 
 
 class Workers:

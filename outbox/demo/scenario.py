@@ -25,7 +25,7 @@ from outbox.records import STATUSES
 from outbox.schema import EVENT_TABLE, outbox_event
 
 #: Seconds after which it has failed, however far it has got; and for how long the host spreads its changes.
-TIME_LIMIT: Final = 75.0
+TIME_LIMIT: Final = 90.0
 CHANGES_SECONDS: Final = 5.0
 RESTART_AFTER: Final = 1.0
 #: What of the ledger is shown on the way.

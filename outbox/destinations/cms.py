@@ -64,14 +64,17 @@ class HMACSigner:
         InputError: ``destination.key_invalid``.
     """
 
-    __slots__ = ("_key", "_key_id")
+    __slots__ = ("_key_id", "_keyed")
 
     def __init__(self, key_id: str, key: bytes) -> None:
         self._key_id = check_token(key_id, code="destination.key_invalid")
-        self._key = _check_key(key)
+        self._keyed = hmac.new(_check_key(key), digestmod="sha256")
 
     def sign(self, body: bytes) -> tuple[str, str, str]:
-        return "hmac-sha256", self._key_id, hmac.digest(self._key, body, "sha256").hex()
+        # A copy, not hmac.digest: that keys anew for every body, and lets go of the interpreter to do it.
+        signed = self._keyed.copy()
+        signed.update(body)
+        return "hmac-sha256", self._key_id, signed.hexdigest()
 
     def __repr__(self) -> str:
         return f"HMACSigner(key_id={self._key_id!r})"

@@ -45,22 +45,6 @@ DUE = schema.predicate(schema.DUE)
 LEASED = schema.predicate(schema.LEASED)
 FAILED = schema.predicate(schema.FAILED)
 
-#: What a claim carries away from its row, in the order of Claim's fields.
-CLAIM_COLUMNS = (
-    event.c.topic,
-    event.c.event_id,
-    event.c.payload,
-    event.c.payload_sha256,
-    event.c.attempts,
-    event.c.max_attempts,
-    event.c.lease_owner,
-    event.c.lease_token,
-    event.c.lease_expires_at,
-    event.c.id,
-    event.c.ordering_key,
-    event.c.headers,
-    event.c.next_attempt_at,
-)
 #: Clearing a lease is the same three columns wherever a row stops being leased.
 NO_LEASE: Mapping[str, ColumnElement[Any]] = {
     "lease_owner": null(),
@@ -190,6 +174,7 @@ class Dialect(ABC):
 
         Raises:
             DatabaseError: ``dispatch.database_busy``, ``dispatch.database_unavailable``.
+            IntegrityError: ``dispatch.database_integrity``.
         """
 
     @abstractmethod
@@ -359,6 +344,28 @@ class Dialect(ABC):
         # this to nothing.
         return select(event.c.id).where(*conditions).with_for_update(skip_locked=True)
 
+    def _claim_columns(self) -> list[ColumnElement[Any]]:
+        """What a claim carries away from its row, in the order of Claim's fields."""
+        return [
+            event.c.topic,
+            event.c.event_id,
+            self._payload(),
+            event.c.payload_sha256,
+            event.c.attempts,
+            event.c.max_attempts,
+            event.c.lease_owner,
+            event.c.lease_token,
+            event.c.lease_expires_at,
+            event.c.id,
+            event.c.ordering_key,
+            event.c.headers,
+            event.c.next_attempt_at,
+        ]
+
+    def _payload(self) -> ColumnElement[str]:
+        """The payload as text, whatever has become of it: one that cannot be read must not stop the claim of others."""
+        return event.c.payload
+
     def _recover_statement(self) -> ReturningUpdate[Any]:
         now = bindparam("now", type_=event.c.updated_at.type)
         expired = self._pick(
@@ -405,7 +412,7 @@ class Dialect(ABC):
                 last_error_detail_hash=null(),
                 updated_at=now,
             )
-            .returning(*CLAIM_COLUMNS)
+            .returning(*self._claim_columns())
         )
 
 

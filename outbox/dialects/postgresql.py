@@ -17,6 +17,7 @@ from sqlalchemy import (
     Engine,
     Integer,
     Row,
+    TableValuedAlias,
     Text,
     any_,
     bindparam,
@@ -31,7 +32,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
-from sqlalchemy.sql import ColumnElement, Select, TableValuedAlias
+from sqlalchemy.sql import ColumnElement, Select
 from sqlalchemy.types import TypeEngine
 
 from outbox import schema
@@ -48,7 +49,7 @@ from outbox.dialects.base import (
     fence,
     insert_values,
 )
-from outbox.errors import DatabaseError, OutboxError, SchemaError
+from outbox.errors import DatabaseError, IntegrityError, OutboxError, SchemaError
 from outbox.records import Claim
 
 #: Above so many rows, a count in ``health`` is the planner's estimate.
@@ -62,20 +63,19 @@ CHANNEL: Final = "outbox_event"
 
 _MISSING: Final = {"42P01", "42703", "42P10", "3F000"}  # undefined table or column, no such ON CONFLICT target, schema
 _BUSY: Final = {"55P03", "57014", "40001", "40P01"}  # lock not available, canceled, serialization failure, deadlock
+_DAMAGED: Final = {"XX001", "XX002"}  # data corrupted, index corrupted
 
-# One statement for the clock and for what changes when the schema does; a missing table raises or returns no row.
+# One statement for the clock and for what changes when the schema does: the catalogs' rows about our tables, each known
+# by the transaction that wrote it. A missing table raises or changes what is found.
 _PULSE = text(
-    "SELECT clock.now, (SELECT id FROM outbox_event WHERE (status = 'leased') AND lease_expires_at <= clock.now"
-    "                   ORDER BY lease_expires_at LIMIT 1) IS NOT NULL AS expired,"
-    # Every statement of ours has an index that is meant for it and brings its order along. Statistics of another time, or
-    # none at all, must not send one through all the settled rows instead.
-    " set_config('enable_seqscan', 'off', true), set_config('enable_sort', 'off', true),"
-    f" (SELECT string_agg(version_num, ',') FROM {schema.VERSION_TABLE}) AS revision, c.relchecks,"
-    " (SELECT count(*) FROM pg_attribute WHERE attrelid = c.oid AND attnum > 0 AND NOT attisdropped) AS columns,"
-    " (SELECT count(*) FROM pg_index WHERE indrelid = c.oid AND indisvalid) AS indexes"
+    "SELECT clock.now, EXISTS (SELECT FROM outbox_event WHERE (status = 'leased') AND lease_expires_at <= clock.now),"
+    f" (SELECT string_agg(version_num, ',') FROM {schema.VERSION_TABLE}) AS revision,"
+    " (SELECT string_agg(xmin::text, ' ') FROM pg_attribute WHERE attrelid = ANY (ours.tables) AND attnum > 0),"
+    " (SELECT string_agg(xmin::text, ' ') FROM pg_constraint WHERE conrelid = ANY (ours.tables)),"
+    " (SELECT string_agg(xmin::text, ' ') FROM pg_index WHERE indrelid = ANY (ours.tables))"
     " FROM (SELECT coalesce(CAST(:now AS double precision), extract(epoch FROM clock_timestamp())::double precision)"
-    "       AS now OFFSET 0) AS clock"  # OFFSET 0: read once, or the volatile clock forbids the index
-    f" LEFT JOIN pg_class AS c ON c.oid = to_regclass('{schema.EVENT_TABLE}')"
+    "       AS now OFFSET 0) AS clock,"  # OFFSET 0: read once, or the volatile clock forbids the index
+    f" (SELECT ARRAY[to_regclass('{schema.EVENT_TABLE}'), to_regclass('{schema.IDLE_TABLE}')]::oid[] AS tables) AS ours"
 )
 # Several connections may reach one database under several names (a pooler's port, a socket), so names prove nothing.
 _IDENTITY = text(
@@ -119,6 +119,8 @@ class PostgreSQLDialect(Dialect):
                 expected=f"revision {schema.HEAD_REVISION}: run `outbox migrate`",
                 found=found,
             )
+        if state in _DAMAGED:
+            return IntegrityError("dispatch.database_integrity", found=found)
         return DatabaseError(
             "dispatch.database_busy" if state in _BUSY else "dispatch.database_unavailable", found=found
         )

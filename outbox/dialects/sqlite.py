@@ -6,10 +6,24 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar
 
-from sqlalchemy import Connection, Engine, Row, bindparam, func, select, text, update
+from sqlalchemy import (
+    Connection,
+    Engine,
+    LargeBinary,
+    Row,
+    TextClause,
+    TypeDecorator,
+    bindparam,
+    cast,
+    func,
+    select,
+    text,
+    update,
+)
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.pool import Pool, SingletonThreadPool, StaticPool
@@ -29,12 +43,15 @@ from outbox.dialects.base import (
     fence,
     insert_values,
 )
-from outbox.errors import DatabaseError, OutboxError, SchemaError
+from outbox.errors import DatabaseError, IntegrityError, OutboxError, SchemaError
 from outbox.records import Claim
 
 #: A host that set no busy timeout (or a short one) still gets this much patience on transactions of ours, in seconds.
 PATIENCE: Final = 5.0
 _LONGEST_NAP: Final = 0.05
+#: Ids in one statement; SQLite takes 32,766 parameters unless it was built otherwise.
+_PORTION: Final = 10_000
+_ANY_TEXT: Final = partial(str, encoding="utf-8", errors="surrogateescape")
 
 T = TypeVar("T")
 
@@ -43,6 +60,7 @@ _PULSE = text(
     f" (SELECT group_concat(version_num) FROM {schema.VERSION_TABLE}), schema_version FROM pragma_schema_version"
 )
 _BUSY: Final = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
+_DAMAGED: Final = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 
 
 class SQLiteDialect(Dialect):
@@ -58,7 +76,7 @@ class SQLiteDialect(Dialect):
         _check_unshared(engine.pool)
         with self.mapped_errors(), engine.connect() as connection:
             raw = _raw(connection)
-            with _explicit_transactions(raw):
+            with _explicit_transactions(raw, str if write else _ANY_TEXT):
                 _patiently(lambda: connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN"))
                 try:
                     yield connection
@@ -98,7 +116,7 @@ class SQLiteDialect(Dialect):
 
     def translate(self, error: SQLAlchemyError) -> OutboxError:
         original = error.orig if isinstance(error, DBAPIError) else None
-        if _is_busy(original):
+        if _primary_code(original) in _BUSY:
             return DatabaseError("dispatch.database_busy", found="SQLITE_BUSY")
         said = str(original)
         if said.startswith(("no such table: outbox", "no such column", "table outbox_event has no column")):
@@ -106,6 +124,8 @@ class SQLiteDialect(Dialect):
                 "dispatch.schema_altered", expected=f"revision {schema.HEAD_REVISION}: run `outbox migrate`"
             )
         found = getattr(original, "sqlite_errorname", None) or type(original or error).__name__
+        if _primary_code(original) in _DAMAGED:
+            return IntegrityError("dispatch.database_integrity", found=found)
         return DatabaseError("dispatch.database_unavailable", found=found)
 
     # -- writing ----------------------------------------------------------------------------------------------------
@@ -124,16 +144,16 @@ class SQLiteDialect(Dialect):
 
     def renew(self, connection: Connection, claims: Sequence[Claim], expires_at: float, now: float) -> set[str]:
         live = self._live(connection, claims, now)
-        if live:
-            ids = [claim.id for claim in claims if claim.lease_token in live]
+        for ids in _portions([claim.id for claim in claims if claim.lease_token in live]):
             connection.execute(_RENEW, {"ids": ids, "expires_at": expires_at, "now": now})
         return live
 
     @staticmethod
     def _live(connection: Connection, claims: Sequence[Claim], now: float) -> set[str]:
         """Which claims are live. The write lock is ours, so what is read here still holds when we write."""
-        rows = connection.execute(_FENCE, {"ids": [claim.id for claim in claims], "now": now})
-        fences = {row.id: tuple(row) for row in rows}
+        fences = dict[int, tuple[Any, ...]]()
+        for ids in _portions([claim.id for claim in claims]):
+            fences.update((row.id, tuple(row)) for row in connection.execute(_FENCE, {"ids": ids, "now": now}))
         return {claim.lease_token for claim in claims if fences.get(claim.id) == fence(claim)}
 
     # -- waiting for work -------------------------------------------------------------------------------------------
@@ -161,11 +181,25 @@ class SQLiteDialect(Dialect):
 
     # -- shared statements ------------------------------------------------------------------------------------------
 
+    def _payload(self) -> ColumnElement[str]:
+        return cast(event.c.payload, _AnyText)
+
     def _token(self) -> ColumnElement[str]:
         return func.lower(func.hex(func.randomblob(16)))
 
     def _chosen(self, picked: Select[tuple[int]]) -> ColumnElement[bool]:
         return event.c.id.in_(picked)
+
+
+class _AnyText(TypeDecorator[str]):
+    """Text read as bytes, since SQLite stores any bytes as text and its driver raises when they are no UTF-8."""
+
+    impl = LargeBinary
+    cache_ok = True
+
+    def process_result_value(self, value: Any, dialect: Any) -> str:
+        del dialect
+        return _ANY_TEXT(value)
 
 
 class _DataVersion(ThreadedWatch):
@@ -229,16 +263,24 @@ _RENEW = (
 )
 
 
+#: The index over each of the schema's conditions.
+_INDEX_OVER: Final = {str(index.dialect_options["sqlite"]["where"]): index.name for index in event.indexes}
+
+
 def _count(condition: str, now: float | None) -> TextClause:
-    # The index is named, since with its own statistics SQLite would rather read all rows, payloads and all, than most of
-    # an index.
-    index = next(index for index in event.indexes if str(index.dialect_options["sqlite"]["where"]) == condition)
-    counted = f"SELECT count(*) FROM {schema.EVENT_TABLE} INDEXED BY {index.name} WHERE ({condition})"
+    # The index is named, since with its own statistics SQLite would rather read all rows, payloads and all, than most
+    # of an index.
+    counted = f"SELECT count(*) FROM {schema.EVENT_TABLE} INDEXED BY {_INDEX_OVER[condition]} WHERE ({condition})"
     return text(counted) if now is None else text(f"{counted} AND next_attempt_at <= :now").bindparams(now=now)
 
 
 def _raw(connection: Connection) -> sqlite3.Connection:
-    return cast(sqlite3.Connection, connection.connection.dbapi_connection)
+    return connection.connection.dbapi_connection  # type: ignore[return-value]
+
+
+def _portions(ids: Sequence[int]) -> Iterator[Sequence[int]]:
+    for start in range(0, len(ids), _PORTION):
+        yield ids[start : start + _PORTION]
 
 
 def _settle_parameters(change: Change, now: float) -> dict[str, Any]:
@@ -255,9 +297,9 @@ def _settle_parameters(change: Change, now: float) -> dict[str, Any]:
     }
 
 
-def _is_busy(error: BaseException | None) -> bool:
+def _primary_code(error: BaseException | None) -> int | None:
     code = getattr(error, "sqlite_errorcode", None)
-    return code is not None and code & 0xFF in _BUSY  # the low byte is the primary code of an extended one
+    return None if code is None else code & 0xFF  # of an extended code it is the low byte
 
 
 def _check_unshared(pool: Pool) -> None:
@@ -283,7 +325,7 @@ def _patiently(action: Callable[[], T]) -> T:
         try:
             return action()
         except DBAPIError as error:
-            if not _is_busy(error.orig) or time.monotonic() >= deadline:
+            if _primary_code(error.orig) not in _BUSY or time.monotonic() >= deadline:
                 raise
         time.sleep(nap)
         nap = min(nap * 2, _LONGEST_NAP)
@@ -301,12 +343,15 @@ def _begins_by_itself(raw: sqlite3.Connection) -> bool:
 
 
 @contextmanager
-def _explicit_transactions(raw: sqlite3.Connection) -> Iterator[None]:
+def _explicit_transactions(raw: sqlite3.Connection, text_factory: Callable[[bytes], str]) -> Iterator[None]:
     """Take BEGIN and COMMIT into our own hands for a while, then give the connection back as the host set it."""
-    attribute, ours = ("isolation_level", None) if _legacy_control(raw) else ("autocommit", True)
-    before = getattr(raw, attribute)
-    setattr(raw, attribute, ours)
+    control = {"isolation_level": None} if _legacy_control(raw) else {"autocommit": True}
+    ours = {**control, "text_factory": text_factory}
+    before = {attribute: getattr(raw, attribute) for attribute in ours}
     try:
+        for attribute, value in ours.items():
+            setattr(raw, attribute, value)
         yield
     finally:
-        setattr(raw, attribute, before)
+        for attribute, value in before.items():
+            setattr(raw, attribute, value)

@@ -1,7 +1,7 @@
 """The questions every database has to answer, for any test runner and any engine on a migrated database.
 
-Each case works on a topic of its own, so it neither minds nor touches other rows. Time is a :class:`Clock`'s, and
-nothing waits for it.
+Each case works on a topic of its own, which it leaves empty, and at a time long ago, when no lease of other rows had
+ended: so it neither minds nor touches them. Nothing waits for time to pass.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, TypeVar
 from uuid import uuid4
 
-from sqlalchemy import Engine, event, update
+from sqlalchemy import Engine, delete, event, update
 from sqlalchemy.orm import Session
 
 from outbox.contracts.base import Contract, DeliveryFailed
 from outbox.errors import ClaimLostError, InputError, OutboxError
 from outbox.policy import RetryPolicy
-from outbox.records import Claim, EventStatus, Failure, Success
+from outbox.records import Claim, EventStatus, Failure, Result, Success
 from outbox.schema import outbox_event
 from outbox.store import Outbox
 from outbox.testing.doubles import PATIENCE, Clock, Gate, ScriptedDestination
@@ -30,6 +30,7 @@ from outbox.worker import Worker
 
 T = TypeVar("T")
 
+LONG_AGO: Final = 1_000_000_000.0
 LEASE: Final = 60.0
 BASE_DELAY: Final = 5.0
 LONGEST_DELAY: Final = 40.0
@@ -59,7 +60,7 @@ class World:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.clock = Clock()
+        self.clock = Clock(LONG_AGO)
         self.run = uuid4().hex[:12]
         self.topic = f"conformance.{self.run}"
         self.outbox = Outbox(
@@ -104,6 +105,10 @@ class World:
             changed = update(outbox_event).where(outbox_event.c.event_id == self.id(number)).values(**values)
             same("rows tampered with", connection.execute(changed).rowcount, 1)
 
+    def clear(self) -> None:
+        with self.engine.begin() as connection:
+            connection.execute(delete(outbox_event).where(outbox_event.c.topic == self.topic))
+
     def destination(self) -> ScriptedDestination:
         return ScriptedDestination(respond=lambda _: RESPONSE)
 
@@ -120,9 +125,13 @@ class Case:
         """Ask it.
 
         Raises:
-            AssertionError: the answer is wrong.
+            AssertionError: the answer is wrong. Whatever else is raised is a wrong answer too, where none was due.
         """
-        self.ask(World(engine))
+        world = World(engine)
+        try:
+            self.ask(world)
+        finally:
+            world.clear()
 
     def __str__(self) -> str:
         return self.name
@@ -501,7 +510,7 @@ def settled_each_for_itself(world: World) -> None:
     world.put(1, 2, 3, 4, 5)
     won, gone, retried, bad, failed = world.claims()
     world.outbox.complete(gone, RESPONSE, now=world.clock())
-    results = [
+    results: list[Result] = [
         Success(gone, RESPONSE), Success(won, RESPONSE), Failure(retried, "busy"), Success(bad, {"ok": False}),
         Failure(failed, "refused", retryable=False),
     ]  # fmt: skip
@@ -534,9 +543,6 @@ def tampered_payload_is_never_handed_out(world: World) -> None:
     world.put(1, 2, 3)
     world.tamper(2, payload='{"id":"other","text":"text"}')
     same("claimed", world.numbers(world.claims()), [1, 3])
-    with refused("dispatch.state_invalid"):
-        world.tamper(1, payload_sha256="0" * 64)
-        world.status(1)
     same("state", shown(world.status(2)), ("failed", 1, "dispatch.payload_integrity", None))
 
 
@@ -643,7 +649,9 @@ def refused_event_leaves_the_transaction_usable(world: World) -> None:
         with refused("dispatch.change_invalid"):
             join({"id": world.id(3)})
         with refused("dispatch.idempotency_collision"):
-            join(world.event(1, "other"))
+            world.outbox.enqueue_many(
+                [world.event(5), world.event(1, "other")], connection=connection, now=world.clock()
+            )
         join(world.event(4))
     same("claimed", world.numbers(world.claims()), [1, 2, 4])
 
@@ -705,7 +713,7 @@ def recovered_at_once_has_one_owner(world: World) -> None:
 
 @_case
 def run_once_settles_what_came_back(world: World) -> None:
-    """Claim, deliver, settle: a success, a declared failure of either kind, an undeclared exception, and nothing due."""
+    """Claim, deliver, settle: a success, a declared failure of either kind, an undeclared one, and nothing due."""
     world.put(1, 2, 3, 4, 5)
     destination = world.destination()
     destination.script(world.id(2), DeliveryFailed("busy", retryable=True, retry_after=7.0))
@@ -800,7 +808,6 @@ def deep_health_finds_what_breaks_the_rules(world: World) -> None:
     world.tamper(1, receipt='{"kept": "not canonical"}')
     with refused("dispatch.state_invalid"):
         world.outbox.health(deep=True, now=world.clock())
-    world.tamper(1, receipt='{"kept":"yes"}')
 
 
 @_case

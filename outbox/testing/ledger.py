@@ -1,6 +1,6 @@
 """A receiver that speaks the CMS localization contract on loopback, keeps a ledger, and misbehaves when asked to.
 
-It deduplicates by event id, as every receiver has to, and checks each signature over the exact bytes. What it has in its
+It deduplicates by event id, as every receiver has to, and checks each signature over the exact bytes. What is in its
 ledger it knows from requests alone, so it is a witness that no sender can influence.
 """
 
@@ -15,7 +15,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
@@ -51,6 +51,7 @@ class Manner:
         final: whether the event is refused for good; a later request for it is refused alike.
         retry_after: the header's value, or None.
         wait: seconds to wait before the answer. When the client leaves meanwhile, that is counted as ``cut_off``.
+        quiet: whether the ledger's ``held`` leaves out a request that waits.
         answer: whether the answer comes whole, breaks off in the middle (``part``), is a closed connection (``none``)
             or a TCP reset, comes byte by byte, never ends, or never comes.
     """
@@ -62,6 +63,7 @@ class Manner:
     final: bool = False
     retry_after: str | None = None
     wait: float = 0.0
+    quiet: bool = False
     answer: Answer = "whole"
 
 
@@ -194,17 +196,13 @@ class Service:
 
     def receive(self, body: bytes) -> tuple[str, Manner] | None:
         """Take a request in and say how to treat it; None for what is no event of this contract."""
-        try:
-            event = json.loads(body)
-            if event["schema"] != EVENT_SCHEMA:
-                raise ValueError
-            event_id, locales = str(event["event_id"]), event["localization"].get("target_locales")
-        except (ValueError, KeyError, TypeError, AttributeError):
-            with self._lock:
-                self._ledger.malformed += 1
-            return None
+        known = _known(body)
         with self._lock:
-            return event_id, self._enter(event_id, sha256_hex(body.decode("utf-8")), len(locales or ()))
+            if known is None:
+                self._ledger.malformed += 1
+                return None
+            event_id, locales = known
+            return event_id, self._enter(event_id, sha256_hex(body.decode("utf-8")), locales)
 
     def _enter(self, event_id: str, sha256: str, locales: int) -> Manner:
         ledger = self._ledger
@@ -212,14 +210,19 @@ class Service:
         entry = ledger.events.setdefault(event_id, Entry(len(ledger.events), sha256))
         entry.requests += 1
         ledger.altered += entry.payload_sha256 != sha256
-        manner = self._script(Arrival(event_id, entry.number, entry.requests, ledger.requests))
-        if entry.refused:
-            manner = REFUSE
+        manner = REFUSE
+        if not entry.refused:
+            manner = self.manner(Arrival(event_id, entry.number, entry.requests, ledger.requests), ledger)
         ledger.manners[manner.name] = ledger.manners.get(manner.name, 0) + 1
         entry.refused = entry.refused or manner.final
         if manner.accepts and manner.error is None:
             _take_up(entry, locales or _ALL_LOCALES)
         return manner
+
+    def manner(self, arrival: Arrival, ledger: Ledger) -> Manner:
+        """How to treat a request; called under the lock, with the ledger itself."""
+        del ledger
+        return self._script(arrival)
 
     def response(self, event_id: str) -> dict[str, Any]:
         """What is answered to an event that was taken up."""
@@ -244,6 +247,16 @@ class Service:
         """Count a client that left while its request was held."""
         with self._lock:
             self._ledger.cut_off += 1
+
+
+def _known(body: bytes) -> tuple[str, int] | None:
+    """An event's id and how many target locales it names; None for what is no event of this contract."""
+    try:
+        event = json.loads(body)
+        known = event["schema"] == EVENT_SCHEMA
+        return (str(event["event_id"]), len(event["localization"].get("target_locales") or ())) if known else None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def _take_up(entry: Entry, jobs: int) -> None:
@@ -289,7 +302,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._treat(*received)
 
     def _treat(self, event_id: str, manner: Manner) -> None:
-        if manner.wait and self._wait(event_id, manner.wait):
+        if manner.wait and self._wait(None if manner.quiet else event_id, manner.wait):
             self.server.service.client_left()
             self.close_connection = True
             return
@@ -299,9 +312,9 @@ class _Handler(BaseHTTPRequestHandler):
             value = self.server.service.response(event_id)
         self._answer(event_id, manner, _message(manner.status, value, manner.retry_after))
 
-    def _wait(self, event_id: str, seconds: float) -> bool:
-        """Hold the request for a while; whether its client left meanwhile."""
-        with self.server.service.holding(event_id):
+    def _wait(self, event_id: str | None, seconds: float) -> bool:
+        """Hold the request for a while, shown in the ledger under this name; whether its client left meanwhile."""
+        with nullcontext() if event_id is None else self.server.service.holding(event_id):
             # A client that waits for its answer sends nothing, so what can be read is the end.
             gone, _, _ = select.select([self.connection, self.server.stopped], [], [], seconds)
         return bool(gone)
