@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from sqlalchemy import Connection
 
 from outbox import Claim, Failure, Outbox, Success
 
-Call = Callable[[Outbox, Any, Connection, float], Any]
+Call = Callable[..., Any]
 
 
 class Attempt:
-    """An illegal call: ``call(outbox, some claim, a connection without a transaction, now)`` is refused with ``code``."""
+    """An illegal call: ``call(outbox, claim, connection without a transaction, now)`` is refused with ``code``."""
 
     def __init__(self, code: str, words: str, call: Call, needs_claim: bool = False) -> None:
         self.code, self.words, self.call, self.needs_claim = code, words, call, needs_claim
@@ -24,19 +25,22 @@ class Attempt:
         return f"<{self.words}>"
 
 
-class Poor:
+class _Poor:
     """A destination with something missing."""
 
     def __init__(self, **attributes: Any) -> None:
         self.__dict__.update(attributes)
 
 
+Poor: Any = _Poor
+
+
 EVENT: Final = {"id": "new", "n": 0}
-BAD_TIMES: Final = (True, -1, -0.5, math.nan, math.inf, -math.inf, "1", [], 10**400)
+BAD_TIMES: Final[tuple[Any, ...]] = (True, -1, -0.5, math.nan, math.inf, -math.inf, "1", [], 10**400)
 BAD_TOPICS: Final = (None, "gamma", "", 3, ["alpha"])
 BAD_LEASES: Final = (0, -1, True, math.nan, math.inf, 86_400.5, "60", None)
 BAD_LIMITS: Final = (0, -1, 1001, True, 1.0, "1", None)
-BAD_EVENTS: Final = (
+BAD_EVENTS: Final[tuple[Any, ...]] = (
     None, 3, "new", [], {}, {"id": "new"}, {"id": "a b", "n": 0}, {"id": "", "n": 0}, {"id": 3, "n": 0},
     {"id": "x" * 257, "n": 0}, {"id": "new", "n": 0.5}, {"id": "new", "n": math.nan}, {"id": "\ud800", "n": 0},
     {"id": "new", "n": 10**5000}, {"id": "new", "n": {}}, {"id": "new", 3: 0},
@@ -80,7 +84,7 @@ def _times() -> Iterator[Attempt]:
         for bad in BAD_TIMES:
             yield Attempt(
                 "dispatch.time_invalid", f"{verb} at {_word(bad)}",
-                lambda o, c, _, now, call=call, bad=bad: call(o, c, bad), verb in with_claim,
+                partial(_at, call, bad), verb in with_claim,
             )  # fmt: skip
 
 
@@ -115,7 +119,7 @@ def _enqueues() -> Iterator[Attempt]:
     })  # fmt: skip
     yield Attempt(
         "dispatch.connection_invalid", "enqueue on the engine",
-        lambda o, c, _, now: o.enqueue(EVENT, topic="alpha", connection=o.engine, now=now),  # type: ignore[arg-type]
+        lambda o, c, _, now: o.enqueue(EVENT, topic="alpha", connection=o.engine, now=now),
     )  # fmt: skip
     yield Attempt("dispatch.connection_invalid", "enqueue on a closed connection", _on_closed)
     yield Attempt("dispatch.transaction_required", "enqueue in autocommit", _in_autocommit)
@@ -168,12 +172,12 @@ def _settles() -> Iterator[Attempt]:
         for bad in (None, 3, "claim", {}, object()):
             yield Attempt(
                 "dispatch.claim_invalid", f"{verb} {_word(bad)}",
-                lambda o, c, _, now, call=call, bad=bad: call(o, bad, now),
+                partial(_of, call, bad),
             )  # fmt: skip
         for forgery in FORGERIES:
             yield Attempt(
                 "dispatch.claim_invalid", f"{verb} a claim with {sorted(forgery)}",
-                lambda o, c, _, now, call=call, forgery=forgery: call(o, replace(c, **forgery), now), True,
+                partial(_forged, call, forgery), True,
             )  # fmt: skip
     yield from _each("dispatch.claim_invalid", (None, 3, "result", []), {
         "settle": lambda o, c, _, now, bad: o.settle([bad], now=now),
@@ -242,8 +246,22 @@ def _each(
         for bad in bads:
             yield Attempt(
                 code, f"{verb} with {_word(bad)}",
-                lambda o, c, k, now, call=call, bad=bad: call(o, c, k, now, bad=bad), needs_claim,
+                partial(call, bad=bad), needs_claim,
             )  # fmt: skip
+
+
+def _at(call: Call, bad: Any, outbox: Outbox, claim: Any, connection: Connection, now: float) -> Any:
+    return call(outbox, claim, bad)
+
+
+def _of(call: Call, bad: Any, outbox: Outbox, claim: Any, connection: Connection, now: float) -> Any:
+    return call(outbox, bad, now)
+
+
+def _forged(
+    call: Call, forgery: dict[str, Any], outbox: Outbox, claim: Claim, connection: Connection, now: float
+) -> Any:
+    return call(outbox, replace(claim, **forgery), now)
 
 
 def _word(value: object) -> str:

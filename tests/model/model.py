@@ -15,12 +15,15 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Final
 
 from outbox import Claim, Contract, EventStatus, Failure, Health, InputError, Outcome, Settled, Success
+from outbox.records import Status
 
 TOPICS: Final = ("alpha", "beta")
+STATUSES: Final[tuple[Status, ...]] = ("pending", "waiting", "leased", "retry_wait", "succeeded", "failed")
 BASE_DELAY, MAX_DELAY, MAX_RETRY_AFTER = 10.0, 60.0, 100.0
 
 Key = tuple[str, str]
@@ -110,9 +113,7 @@ class Row:
         )
 
     def columns(self) -> dict[str, Any]:
-        columns = asdict(self)
-        del columns["order"]
-        return columns
+        return {name: getattr(self, name) for name in COLUMNS}
 
     def owned_by(self, claim: Claim) -> bool:
         return (
@@ -138,6 +139,9 @@ class Row:
             receipt=None if self.receipt is None else json.loads(self.receipt),
             lease_expired=self.lease_expires_at is not None and self.lease_expires_at <= now,
         )
+
+
+COLUMNS: Final = [column.name for column in fields(Row) if column.name != "order"]
 
 
 class Transaction:
@@ -192,8 +196,8 @@ class Model:
 
     def _new(self, topic: str, event_id: str, payload: str, max_attempts: int) -> Row:
         self._enqueued += 1
-        times = dict.fromkeys(("created_at", "updated_at", "next_attempt_at"), self.now)
-        return Row(self._enqueued, topic, event_id, payload, sha256(payload), max_attempts, **times)
+        digest = sha256(payload)
+        return Row(self._enqueued, topic, event_id, payload, digest, max_attempts, self.now, self.now, self.now)
 
     def commit(self, host: Transaction) -> None:
         self.rows.update(host.rows)
@@ -282,7 +286,7 @@ class Model:
         return line.outcome
 
     def settle(self, results: Iterable[Success | Failure]) -> list[Settled]:
-        return [self._won(result.claim, lambda row, r=result: self._end(row, r)) for result in results]
+        return [self._won(result.claim, partial(self._end, result)) for result in results]
 
     def release(self, claims: Iterable[Claim]) -> list[Settled]:
         return [self._won(claim, self._give_back) for claim in claims]
@@ -301,7 +305,7 @@ class Model:
             return Settled(claim, False, None, lost)
         return Settled(claim, True, change(self.rows[claim.topic, claim.event_id]), None)
 
-    def _end(self, row: Row, result: Success | Failure) -> Outcome:
+    def _end(self, result: Success | Failure, row: Row) -> Outcome:
         if isinstance(result, Success):
             if result.response.get("echo") == row.event_id:
                 row.end_lease("succeeded", self.now)
@@ -350,10 +354,9 @@ class Model:
         counted = Counter(row.status for row in rows)
         due = [row.next_attempt_at for row in rows if row.due and row.next_attempt_at <= self.now]
         expired = len(self._expired())
-        statuses = ("pending", "waiting", "leased", "retry_wait", "succeeded", "failed")
         return Health(
             status="blocked" if expired or counted["failed"] else "ok",
-            counts={status: counted[status] for status in statuses},
+            counts={status: counted[status] for status in STATUSES},
             due=len(due),
             expired_leases=expired,
             failed=counted["failed"],
