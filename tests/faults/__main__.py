@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.faults.table import markdown, plain
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and so everything is cleaned up
     arguments = _arguments()
     names = ["sqlite", "postgresql"] if arguments.database == "both" else [arguments.database]
     deadline = time.monotonic() + arguments.seconds
@@ -28,24 +30,36 @@ def main() -> int:
                     continue
                 home = arguments.keep and Path(arguments.keep) / f"{fault.name}-{name}"
                 result = run(
-                    fault, found[name], events=arguments.events, seed=arguments.seed, seconds=left, directory=home or None
+                    fault,
+                    found[name],
+                    events=arguments.events,
+                    seed=arguments.seed,
+                    seconds=left,
+                    directory=home or None,
                 )
                 results.append(result)
-                print(plain([result], head=len(results) == 1), flush=True)
+                _say(plain([result], head=len(results) == 1))
     if arguments.markdown:
         Path(arguments.markdown).write_text(markdown(results), encoding="utf-8")
     if skipped:
-        print(f"{skipped} not run: the {arguments.seconds:g} s were over")
+        _say(f"{skipped} not run: the {arguments.seconds:g} s were over")
     return 1 if skipped or any(result.problems for result in results) else 0
+
+
+def _say(words: str) -> None:
+    sys.stdout.write(f"{words}\n")
+    sys.stdout.flush()
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--database", choices=("sqlite", "postgresql", "both"), default="both")
-    parser.add_argument("--events", type=int, default=0, help="at least so many events for each fault")
+    parser.add_argument("--events", type=int, default=0, help="how many events, as a measure")
     parser.add_argument("--seconds", type=float, default=1800.0, help="begin no further fault after so long")
     parser.add_argument("--seed", type=int, default=1, help="of everything that is random")
-    parser.add_argument("--fault", action="append", default=[], choices=sorted(FAULTS), help="only this; may be repeated")
+    parser.add_argument(
+        "--fault", action="append", default=[], choices=sorted(FAULTS), help="only this; may be repeated"
+    )
     parser.add_argument("--markdown", metavar="FILE", help="also write the table there")
     parser.add_argument("--keep", metavar="DIRECTORY", help="leave databases and logs there")
     return parser.parse_args()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from sqlalchemy import make_url, select, text
-from sqlalchemy.exc import SQLAlchemyError
 
 from outbox import DatabaseError
 from outbox.schema import outbox_event
@@ -24,9 +24,9 @@ from tests.cms_events import event
 from tests.faults.host_main import HostSettings, metadata
 from tests.faults.host_main import article as article_table
 from tests.faults.host_main import main as host_main
-from tests.faults.laboratory import Lab, PostgresPlace, until, manner_of
-from tests.misbehaving import refused_port
+from tests.faults.laboratory import Lab, PostgresPlace, WorkerProcess, manner_of, until
 from tests.faults.proxy import Direction, Passage, Proxy, Rule, Verdict
+from tests.misbehaving import refused_port
 
 SQLITE, POSTGRESQL = ("sqlite",), ("postgresql",)
 BOTH = SQLITE + POSTGRESQL
@@ -38,22 +38,32 @@ class Fault:
 
     Attributes:
         events: how many events it takes in the short form; more are taken when more are asked for.
+        most: how many it takes at most, whatever is asked for; most that hold things up are slow.
+        scale: how many times what is asked for it takes.
+        short: the databases of the short form. What happens between worker and receiver is the same on both.
     """
 
     name: str
     about: str
     databases: tuple[str, ...]
+    short: tuple[str, ...]
     events: int
+    most: int
+    scale: int
     let_loose: Callable[[Lab], None]
 
 
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(*databases: str, events: int = 60) -> Callable[[Callable[[Lab], None]], Callable[[Lab], None]]:
+def fault(
+    *databases: str, events: int = 60, most: int = 1_000_000, scale: int = 1, short: tuple[str, ...] | None = None
+) -> Callable[[Callable[[Lab], None]], Callable[[Lab], None]]:
     def register(function: Callable[[Lab], None]) -> Callable[[Lab], None]:
         about = (function.__doc__ or "").partition("\n")[0]
-        FAULTS[function.__name__] = Fault(function.__name__, about, databases, events, function)
+        FAULTS[function.__name__] = Fault(
+            function.__name__, about, databases, short or databases, events, most, scale, function
+        )
         return function
 
     return register
@@ -65,6 +75,7 @@ def spread(lab: Lab, disturb: Callable[[], None], times: int) -> None:
         for _ in range(times):
             lab.check_time()
             lab.wait_for_requests(lab.choose.randint(1, max(1, lab.events // (times + 1))))
+            time.sleep(lab.choose.random() * 0.03)  # so that it strikes claims and settles as well
             disturb()
             lab.disturbed()
 
@@ -72,7 +83,7 @@ def spread(lab: Lab, disturb: Callable[[], None], times: int) -> None:
 # -- processes that end or stand still --------------------------------------------------------------------------------
 
 
-@fault(*BOTH, events=200)
+@fault(*BOTH, events=200, scale=10)
 def sigkill(lab: Lab) -> None:
     """Workers killed with SIGKILL at random moments, others started in their place."""
     alive = [lab.start() for _ in range(3)]
@@ -85,24 +96,35 @@ def sigkill(lab: Lab) -> None:
     spread(lab, kill, max(6, lab.events // 40))
 
 
-@fault(*BOTH, events=40)
+@fault(*BOTH, events=40, most=400)
 def sigstop(lab: Lab) -> None:
     """A worker paused with SIGSTOP beyond its lease and resumed: its late results must lose, and be reported."""
     lab.server.behave(manner_of(lambda _: late(0.3)))
     paused = lab.start(lease=1.0, timeout=0.8)
     lab.enqueue(lab.events)
     for _ in range(max(1, lab.events // 200)):
-        until(lambda: bool(lab.server.ledger.held), "a request in flight")
-        paused.send(signal.SIGSTOP)
-        holding = _held_by(lab, paused.settings.name)
-        other = lab.start()
-        until(lambda: not _held_by(lab, paused.settings.name) & holding, "others have taken over")
-        paused.send(signal.SIGCONT)
-        until(lambda: any(not line.get("won", True) for line in paused.lines()), "the late results are reported")
+        _pause(lab, paused)
         lab.disturbed()
-        if _ + 1 < lab.events // 200:
-            other.stop()
     lab.server.behave(manner_of())
+
+
+def _pause(lab: Lab, paused: WorkerProcess) -> None:
+    """Stop a worker that has requests in flight, and let it go on when others have its events."""
+    reported = _late_results(paused)
+    until(lambda: bool(lab.server.ledger.held), "a request in flight")
+    paused.send(signal.SIGSTOP)
+    holding = _held_by(lab, paused.settings.name)
+    other = lab.start()
+    until(lambda: not _held_by(lab, paused.settings.name) & holding, "others have taken over")
+    paused.send(signal.SIGCONT)
+    until(lambda: _late_results(paused) > reported, "the late results are reported")
+    problem = other.stop()  # so that the next request in flight is the other one's again
+    if problem is not None:
+        lab.problems.append(problem)
+
+
+def _late_results(worker: WorkerProcess) -> int:
+    return sum(not line.get("won", True) for line in worker.lines())
 
 
 def _held_by(lab: Lab, worker: str) -> set[str]:
@@ -111,28 +133,31 @@ def _held_by(lab: Lab, worker: str) -> set[str]:
         return set(connection.scalars(query))
 
 
-@fault(*BOTH, events=60)
+@fault(*BOTH, events=40, most=200)
 def host_killed(lab: Lab) -> None:
     """Host processes killed in the middle of their transactions; what was not committed is never sent."""
     metadata.create_all(lab.engine)
     lab.start()
     reports: list[Path] = []
-    made, number = 0, 0
+    made = 0
     while made < lab.events:
         lab.check_time()
-        number += 1
-        report = lab.directory / f"host-{number}"
-        reports.append(report)
-        settings = HostSettings(lab.url, f"host-{number}", str(report), 1000, lab.choose.randrange(2**32))
-        host = lab.process(host_main, settings)
-        lines = lab.choose.randint(3, 12)
-        until(lambda: report.exists() and report.read_bytes().count(b"\n") >= lines, "transactions of the host")
-        time.sleep(lab.choose.random() * 0.01)
-        host.kill()
-        host.join()
+        reports.append(_killed_host(lab, f"host-{len(reports) + 1}"))
+        made += reports[-1].read_text().count("committed")
         lab.disturbed()
-        made += report.read_text().count("committed")
     _believe(lab, reports)
+
+
+def _killed_host(lab: Lab, name: str) -> Path:
+    """The report of a host that was killed after some transactions, in whatever it was doing."""
+    report = lab.directory / name
+    host = lab.process(host_main, HostSettings(lab.url, name, str(report), 1000, lab.choose.randrange(2**32)))
+    lines = lab.choose.randint(3, 12)
+    until(lambda: report.exists() and report.read_bytes().count(b"\n") >= lines, "transactions of the host")
+    time.sleep(lab.choose.random() * 0.01)
+    host.kill()
+    host.join()
+    return report
 
 
 def _believe(lab: Lab, reports: list[Path]) -> None:
@@ -158,15 +183,33 @@ def database_crash(lab: Lab) -> None:
     server = cast(PostgresPlace, lab.place).server
     for _ in range(2):
         lab.start()
-    spread(lab, lambda: server.restart("immediate"), max(2, lab.events // 500))
+    spread(lab, lambda: server.restart("immediate"), max(2, lab.events // 60))
+
+
+@fault(*POSTGRESQL, events=40, most=200)
+def stopped_without_database(lab: Lab) -> None:
+    """Workers told to stop while PostgreSQL is down: they end in order, and others deliver what they left."""
+    server = cast(PostgresPlace, lab.place).server
+    lab.server.behave(manner_of(lambda _: late(0.1)))
+    stopped = [lab.start(grace=2.0) for _ in range(2)]
+    lab.enqueue(lab.events)
+    lab.wait_for_requests(5)
+    server.stop("immediate")
+    try:
+        lab.problems.extend(filter(None, [worker.stop() for worker in stopped]))
+    finally:
+        server.start()
+    lab.disturbed()
+    lab.server.behave(manner_of())
+    lab.start()
 
 
 @fault(*POSTGRESQL, events=60)
 def silent_connection(lab: Lab) -> None:
     """Database connections that go silent without closing: a proxy stops forwarding, and acknowledges for ever."""
     proxy = _database_proxy(lab)
-    lab.start(url=f"{_through(lab, proxy)}?connect_timeout=2", answer_seconds=None)
-    spread(lab, lambda: _silence(proxy), max(1, lab.events // 500))
+    lab.start(url=f"{_through(lab, proxy)}?connect_timeout=2", answer_seconds=1.5)
+    spread(lab, lambda: _silence(proxy), max(1, lab.events // 100))
 
 
 def _silence(proxy: Proxy) -> None:
@@ -252,26 +295,41 @@ def full_disk(lab: Lab) -> None:
     """No room on SQLite's disk for a while: neither hosts nor workers can write, and nothing is half written."""
     lab.server.behave(manner_of(lambda _: late(0.02)))
     lab.enqueue(lab.events)
-    lab.start()
+    worker = lab.start()
     lab.wait_for_requests(5)
-    with _no_room(lab):
-        until(lambda: _logged(lab, "dispatch.database_unavailable"), "the worker has met the full disk", 20)
-        try:
-            lab.outbox.enqueue(event(event_id="never"))
-        except DatabaseError:
-            lab.rolled_back.add("never")
-        else:
-            lab.problems.append("a host could enqueue on a full disk")
+    if lab.disk.is_mount():
+        with _filled(lab):
+            until(lambda: _logged(lab, "dispatch.database_unavailable"), "the worker has met the full disk", 20)
+            _fail_to_enqueue(lab)
+    else:  # it takes root to mount a small one; a limit on the worker's files comes near
+        with _limited(worker):
+            until(lambda: _logged(lab, "dispatch.database_unavailable"), "the worker has met its limit", 20)
     lab.disturbed()
 
 
+def _fail_to_enqueue(lab: Lab) -> None:
+    try:
+        lab.outbox.enqueue(event(event_id="never"))
+    except DatabaseError:
+        lab.rolled_back.add("never")
+    else:
+        lab.problems.append("a host could enqueue on a full disk")
+
+
 @contextmanager
-def _no_room(lab: Lab) -> Iterator[None]:
+def _limited(worker: WorkerProcess) -> Iterator[None]:
+    """Let a worker's files grow no further than its log may."""
+    before = resource.prlimit(worker.pid, resource.RLIMIT_FSIZE, (65_536, resource.RLIM_INFINITY))
+    try:
+        yield
+    finally:
+        resource.prlimit(worker.pid, resource.RLIMIT_FSIZE, before)
+
+
+@contextmanager
+def _filled(lab: Lab) -> Iterator[None]:
     """Fill the file system that the lab's database is on, up to the last byte."""
     ballast = lab.disk / "ballast"
-    room = os.statvfs(lab.disk)
-    if room.f_bavail * room.f_bsize > 64_000_000:
-        raise AssertionError("this directory is not on a small file system of its own")
     with ballast.open("wb", buffering=0) as file:
         size = 1_048_576
         while size:
@@ -286,13 +344,13 @@ def _no_room(lab: Lab) -> Iterator[None]:
 
 
 @contextmanager
-def small_disk(directory: Path, megabytes: int = 16) -> Iterator[bool]:
-    """A file system of its own on ``directory``; whether there could be one (it takes root)."""
+def small_disk(directory: Path, megabytes: int = 16) -> Iterator[None]:
+    """A file system of its own on ``directory``, where this process may mount one (it takes root)."""
     directory.mkdir(parents=True, exist_ok=True)
     libc = ctypes.CDLL(None, use_errno=True)
     mounted = libc.mount(b"none", os.fsencode(directory), b"tmpfs", 0, f"size={megabytes}m".encode()) == 0
     try:
-        yield mounted
+        yield
     finally:
         if mounted:
             libc.umount2(os.fsencode(directory), 2)  # detached: gone when its last file is closed
@@ -315,7 +373,7 @@ def clock_step(lab: Lab) -> None:
         lab.problems.append("a host's clock made events be sent twice")
 
 
-@fault(*BOTH, events=24)
+@fault(*BOTH, events=24, most=80)
 def long_tail(lab: Lab) -> None:
     """A batch whose tail would outlive its lease: it is renewed or given back, and nothing is sent twice."""
     lab.server.behave(manner_of(lambda _: late(0.25)))
@@ -348,7 +406,7 @@ def _cut_http(lab: Lab, verdict_up: Verdict, verdict_down: Verdict) -> None:
     lab.disturbed(proxy.cuts)
 
 
-@fault(*BOTH)
+@fault(*BOTH, short=SQLITE)
 def cut_before_request(lab: Lab) -> None:
     """HTTP connections cut before the request arrives."""
     _cut_http(lab, "cut", "pass")
@@ -360,13 +418,13 @@ def cut_after_request(lab: Lab) -> None:
     _cut_http(lab, "pass", "cut")
 
 
-@fault(*BOTH)
+@fault(*BOTH, short=SQLITE)
 def cut_in_response(lab: Lab) -> None:
     """HTTP connections cut in the middle of the response."""
     _cut_http(lab, "pass", "halve")
 
 
-@fault(*BOTH)
+@fault(*BOTH, short=SQLITE)
 def receiver_down(lab: Lab) -> None:
     """The receiver is not there for a while: connections are refused."""
     with refused_port() as port:
@@ -388,25 +446,25 @@ def _misbehaving(lab: Lab, manner: Manner, **settings: Any) -> None:
     lab.disturbed(lab.server.ledger.manners.get(manner.name, 0))
 
 
-@fault(*BOTH)
+@fault(*BOTH, most=400, short=SQLITE)
 def receiver_hangs(lab: Lab) -> None:
     """The receiver takes events up and never answers."""
     _misbehaving(lab, HANG)
 
 
-@fault(*BOTH)
+@fault(*BOTH, most=400, short=SQLITE)
 def receiver_trickles(lab: Lab) -> None:
     """The receiver answers a byte at a time."""
     _misbehaving(lab, TRICKLE)
 
 
-@fault(*BOTH)
+@fault(*BOTH, short=SQLITE)
 def receiver_floods(lab: Lab) -> None:
     """The receiver's answer never ends."""
     _misbehaving(lab, FLOOD)
 
 
-@fault(*BOTH)
+@fault(*BOTH, short=SQLITE)
 def receiver_resets(lab: Lab) -> None:
     """The receiver resets, closes or breaks off in mid-answer."""
     manners = (RESET, DROP, DROP_UNREAD, BREAK_OFF)
@@ -421,7 +479,7 @@ def receiver_resets(lab: Lab) -> None:
     lab.disturbed(sum(lab.server.ledger.manners.get(manner.name, 0) for manner in manners))
 
 
-@fault(*BOTH, events=20)
+@fault(*BOTH, events=20, most=60)
 def receiver_late(lab: Lab) -> None:
     """The answer comes after the lease has expired, to a destination that overruns the timeout it declares."""
 
@@ -433,5 +491,5 @@ def receiver_late(lab: Lab) -> None:
     lab.enqueue(lab.events)
     until(lambda: bool(lab.server.ledger.held), "a request that is held")
     lab.start()
-    until(lambda: any(not line.get("won", True) for line in late_one.lines()), "the late result is reported")
+    until(lambda: _late_results(late_one) > 0, "the late result is reported")
     lab.disturbed(lab.server.ledger.manners["late"])

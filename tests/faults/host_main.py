@@ -44,6 +44,21 @@ def main(settings: HostSettings) -> None:
     engine.dispose()
 
 
+def share(url: str, name: str, shared: int, own: int, seed: int) -> None:
+    """Enqueue the events that all hosts enqueue, and some of this one's own, in an order of this one's own."""
+    choose = random.Random(seed)
+    engine = program_engine(url)
+    outbox = Outbox(engine, contracts=(CMS_CHANGE,))
+    names = [f"shared-{number}" for number in range(shared)] + [f"{name}-{number}" for number in range(own)]
+    choose.shuffle(names)
+    while names:
+        batch = [event(event_id=names.pop()) for _ in range(min(len(names), choose.randint(1, 7)))]
+        with engine.connect() as connection, connection.begin():
+            outbox.enqueue_many(batch, connection=connection, max_attempts=20)
+    outbox.enqueue_many([event(event_id=f"shared-{number}") for number in range(shared)], max_attempts=20)
+    engine.dispose()
+
+
 def change(engine: Engine, outbox: Outbox, ids: list[str], *, keep: bool, max_attempts: int = 20) -> None:
     """One transaction of a host: its own rows and the events about them, kept or not."""
     with engine.connect() as connection, connection.begin() as transaction:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -14,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
@@ -54,7 +56,7 @@ class Result:
         duplicates: requests for events that the receiver had taken up already.
         lost: committed events that the receiver neither took up nor refused. Has to be 0.
         stale: results that came too late and were refused.
-        recovery: seconds from the end of the fault until everything committed was settled.
+        recovery: seconds from the end of the fault until everything was settled that had been committed by then.
         problems: one sentence for each promise that was broken.
     """
 
@@ -104,14 +106,21 @@ class PostgresPlace:
 
     @contextmanager
     def fresh(self, directory: Path) -> Iterator[str]:
+        # Not dropped afterwards: the server is thrown away as a whole.
         name = f"lab_{next(self._number)}"
         with self._server() as connection:
-            connection.exec_driver_sql(f'CREATE DATABASE "{name}"')
-        url = make_url(self.server.url()).set(database=name).render_as_string(hide_password=False)
-        upgrade(url)
-        yield url
+            connection.exec_driver_sql(f'CREATE DATABASE "{name}" TEMPLATE "{self._template}"')
+        yield self._url(name)
+
+    @cached_property
+    def _template(self) -> str:
         with self._server() as connection:
-            connection.exec_driver_sql(f'DROP DATABASE "{name}" WITH (FORCE)')
+            connection.exec_driver_sql("CREATE DATABASE lab_template")
+        upgrade(self._url("lab_template"))
+        return "lab_template"
+
+    def _url(self, name: str) -> str:
+        return make_url(self.server.url()).set(database=name).render_as_string(hide_password=False)
 
     @contextmanager
     def _server(self) -> Iterator[Any]:
@@ -204,7 +213,8 @@ class Lab:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.faults.worker_main", "tests.faults.host_main"])
         self._host: threading.Thread | None = None
-        self._ended_at: float | None = None
+        self._ended_at = math.inf
+        self._before: set[str] = set()
         self._began_at = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -257,9 +267,7 @@ class Lab:
         if doomed:
             self.rolled_back.update(names)
         else:
-            self.committed.update(
-                (name, "failed" if name.startswith(REFUSED_MARK) else "succeeded") for name in names
-            )
+            self.committed.update((name, "failed" if name.startswith(REFUSED_MARK) else "succeeded") for name in names)
 
     def _attempt(self, names: list[str], *, doomed: bool) -> bool:
         """A host's transaction. One that ended without an answer may have been committed: it is made again, and being
@@ -285,7 +293,7 @@ class Lab:
                 for _ in range(0, count, 5):
                     self.enqueue(5)
                     time.sleep(pause)
-            except BaseException as error:  # noqa: BLE001 - raised again in the lab's own thread
+            except BaseException as error:
                 errors.append(error)
 
         self._host = thread = threading.Thread(target=work, name="host", daemon=True)
@@ -310,13 +318,13 @@ class Lab:
 
     def process(self, target: Callable[..., None], *arguments: Any) -> BaseProcess:
         """A process of another kind, started and left to the fault."""
-        process: BaseProcess = self._context.Process(target=target, args=arguments)  # type: ignore[attr-defined]
+        process: BaseProcess = self._context.Process(target=target, args=arguments)
         process.start()
         return process
 
     def disturbed(self, times: int = 1) -> None:
         self.disturbances += times
-        self._ended_at = time.monotonic()
+        self._ended_at, self._before = time.monotonic(), set(self.committed)
 
     def check_time(self) -> None:
         if time.monotonic() > self.deadline:
@@ -348,7 +356,7 @@ class Lab:
         return not (self._host is not None and self._host.is_alive()) and self.settled()
 
     def wait_until_settled(self, seconds: float = PATIENCE) -> None:
-        """Wait for the end of everything committed so far; from the last disturbance until then is the recovery."""
+        """Wait for the end of everything committed so far."""
         until(self.settled, f"everything settled (now {dict(self.counts())})", seconds)
 
     # -- the verdict ----------------------------------------------------------------------------------------------
@@ -356,8 +364,6 @@ class Lab:
     def conclude(self) -> Result:
         """Wait for the end, stop the workers, and hold the two sides against each other."""
         self.wait_until_settled()
-        ended = time.monotonic()
-        recovery = ended - (self._ended_at or ended)
         stopping = [threading.Thread(target=self._stop, args=(worker,)) for worker in self.workers]
         for thread in stopping:
             thread.start()
@@ -374,7 +380,7 @@ class Lab:
             duplicates=ledger.replays,
             lost=len(lost),
             stale=sum(not line["won"] for line in lines),
-            recovery=recovery,
+            recovery=self._recovery(lines),
             seconds=time.monotonic() - self._began_at,
             problems=tuple(self.problems),
         )
@@ -383,6 +389,11 @@ class Lab:
         problem = worker.stop()
         if problem is not None:
             self.problems.append(problem)
+
+    def _recovery(self, lines: list[dict[str, Any]]) -> float:
+        before = self._before or self.committed.keys()
+        last = max((line["at"] for line in lines if line["won"] and line["event_id"] in before), default=0.0)
+        return max(0.0, last - self._ended_at)
 
     def _settled_lines(self) -> list[dict[str, Any]]:
         return [line for worker in self.workers for line in worker.lines() if "won" in line]

@@ -45,15 +45,15 @@ def _pass_all(passage: Passage, direction: Direction, data: bytes) -> Verdict:
 
 
 class Proxy:
-    """Forwards connections to a port on loopback, under a rule that may be changed at any time.
+    """Forwards connections to a port, under a rule that may be changed at any time.
 
     Attributes:
         port: where to connect.
         cuts: how many connections have been cut or silenced.
     """
 
-    def __init__(self, target: int, port: int = 0) -> None:
-        self._target = target
+    def __init__(self, target: int, port: int = 0, *, host: str = "127.0.0.1") -> None:
+        self._target = (host, target)
         self._rule: Rule = _pass_all
         self._lock = threading.Lock()
         self._passages: set[Passage] = set()
@@ -115,7 +115,7 @@ class Proxy:
             except OSError:
                 return
             try:
-                server = socket.create_connection(("127.0.0.1", self._target), timeout=5)
+                server = socket.create_connection(self._target, timeout=5)
             except OSError:  # nobody is there; the client finds out by being hung up on
                 client.close()
                 continue

@@ -37,22 +37,19 @@ def run(
     began = time.monotonic()
     with ExitStack() as stack:
         home = directory or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="outbox-lab-")))
-        if fault.name == "full_disk" and not stack.enter_context(small_disk(home / DISK)):
-            return _nothing(fault, place, "not run: a small file system takes root to mount")
-        wanted = max(fault.events, events or 0)
-        lab = stack.enter_context(
-            Lab(fault.name, place, home, events=wanted, seed=seed, deadline=began + seconds)
-        )
+        if fault.name == "full_disk":
+            stack.enter_context(small_disk(home / DISK))
+        wanted = min(max(fault.events, fault.scale * (events or 0)), fault.most)
+        lab = stack.enter_context(Lab(fault.name, place, home, events=wanted, seed=seed, deadline=began + seconds))
         try:
             fault.let_loose(lab)
             return lab.conclude()
         except (StuckError, AssertionError) as error:
-            return _nothing(fault, place, f"{type(error).__name__}: {error}", lab)
+            return _stuck(lab, f"{type(error).__name__}: {error}")
 
 
-def _nothing(fault: Fault, place: Place, problem: str, lab: Lab | None = None) -> Result:
-    events, disturbances = (len(lab.committed), lab.disturbances) if lab else (0, 0)
-    return Result(fault.name, place.name, events, disturbances, 0, 0, 0, 0.0, 0.0, (problem,))
+def _stuck(lab: Lab, problem: str) -> Result:
+    return Result(lab.fault, lab.place.name, len(lab.committed), lab.disturbances, 0, 0, 0, 0.0, 0.0, (problem,))
 
 
 def select(names: Iterable[str]) -> list[Fault]:

@@ -9,7 +9,7 @@ from tests.faults.laboratory import Result
 _HEAD = (
     "fault", "database", "events", "kills or cuts", "duplicates sent", "lost", "stale settles refused", "recovery, s",
 )  # fmt: skip
-_WIDTHS = (20, 10, 7, 13, 15, 4, 21, 11)
+_WIDTHS = (24, 10, 7, 13, 15, 4, 21, 11)
 
 
 def _cells(result: Result) -> tuple[str, ...]:

@@ -70,7 +70,7 @@ class Report:
     def __call__(self, line: Settled) -> None:
         status = None if line.outcome is None else line.outcome.status
         self.say(event_id=line.claim.event_id, attempt=line.claim.attempt, won=line.won, status=status,
-                 code=line.error_code)  # fmt: skip
+                 code=line.error_code, at=time.monotonic())  # fmt: skip
 
     def say(self, **values: Any) -> None:
         os.write(self._file, json.dumps(values).encode() + b"\n")
@@ -85,9 +85,7 @@ def main(settings: Settings) -> None:
     engine = program_engine(settings.url, answer_seconds=settings.answer_seconds)
     policy = RetryPolicy(base_delay_seconds=settings.base_delay, max_delay_seconds=settings.max_delay)
     outbox = Outbox(engine, contracts=(CMS_CHANGE,), retry=policy)
-    cms = CMSDestination(
-        settings.origin, HMACSigner(KEY_ID, KEY), timeout=settings.timeout, allow_loopback_http=True
-    )
+    cms = CMSDestination(settings.origin, HMACSigner(KEY_ID, KEY), timeout=settings.timeout, allow_loopback_http=True)
     worker = Worker(
         outbox,
         {CMS_CHANGE.topic: Overrunning(cms, settings.declared_timeout or settings.timeout)},
@@ -120,7 +118,7 @@ def _steppable_clock(offset: float) -> None:
     if not offset:
         return
     real, shift = time.time, [0.0]
-    time.time = lambda: real() + shift[0]  # type: ignore[assignment]
+    time.time = lambda: real() + shift[0]
 
     def step(*_: object) -> None:
         shift[0] += offset
