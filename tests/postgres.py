@@ -18,6 +18,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal, Self
@@ -83,7 +84,6 @@ class PrivatePostgres:
             "shared_buffers": "64MB",
             **(settings or {}),
         }
-        self._bin, self._as_user = _prepare(self.directory)
         self._owner = owner
         self._held: IO[str] | None = None
 
@@ -144,9 +144,13 @@ class PrivatePostgres:
 
     def close(self) -> None:
         """Stop the server if it runs, and delete it."""
-        if self.pid is not None:
-            with contextlib.suppress(RuntimeError):
+        pid = self.pid
+        if pid is not None:
+            try:
                 self.stop("immediate")
+            except (OSError, RuntimeError):  # it has gone by itself, or its programs have been deleted under it
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGQUIT)
         shutil.rmtree(self.directory, ignore_errors=True)
         if self._held is not None:
             self._held.close()
@@ -169,6 +173,10 @@ class PrivatePostgres:
             cursor = connection.execute(statement)
             return cursor.fetchall() if cursor.description else []
 
+    @cached_property
+    def _programs(self) -> tuple[Path, int | None]:
+        return _prepare(self.directory)
+
     def _watch(self) -> None:
         if self._owner is None:
             self._owner = self.directory / "owner"
@@ -178,8 +186,8 @@ class PrivatePostgres:
     def _initdb(self) -> None:
         secret = self.directory / "password"
         secret.write_text(self.password)
-        if self._as_user is not None:
-            os.chown(secret, self._as_user, -1)
+        if self._programs[1] is not None:
+            os.chown(secret, self._programs[1], -1)
         secret.chmod(0o600)
         # A test run may share its machine: nobody else gets in without the password.
         arguments = ["-U", SUPERUSER, "--auth=scram-sha-256", f"--pwfile={secret}", "--encoding=UTF8", "--locale=C"]
@@ -190,12 +198,13 @@ class PrivatePostgres:
             config.writelines(lines)
 
     def _run(self, program: str, *arguments: str) -> None:
+        binaries, user = self._programs
         # Output goes to a file: a server started with a pipe for its output would hold the pipe open.
         with tempfile.TemporaryFile() as output:
             result = subprocess.run(
-                [self._bin / program, "-D", self.data, *arguments],
+                [binaries / program, "-D", self.data, *arguments],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=self.directory,
-                user=self._as_user, extra_groups=[] if self._as_user is not None else None,
+                user=user, extra_groups=[] if user is not None else None,
                 start_new_session=True,  # a Ctrl-C is for pytest, which then stops the server in order
                 check=False,
             )  # fmt: skip

@@ -34,9 +34,9 @@ def watch(lock: Path, kind: type, directory: Path) -> None:
 def main(lock: str, module: str, name: str, directory: str) -> None:
     with Path(lock).open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-    if Path(directory).exists():
-        sys.path.insert(0, str(ROOT))
-        getattr(importlib.import_module(module), name).clean_up(Path(directory))
+        if Path(directory).exists():  # another reaper of the same lock may have been here, but is not any more
+            sys.path.insert(0, str(ROOT))
+            getattr(importlib.import_module(module), name).clean_up(Path(directory))
 
 
 if __name__ == "__main__":

@@ -154,14 +154,14 @@ def unchanged(engine: Engine) -> Iterator[None]:
     assert dump(engine) == before
 
 
-def tamper(engine: Engine, event_id: str = "note-1", **columns: Any) -> None:
+def tamper(engine: Engine, event_id: str = "note-1", /, **columns: Any) -> None:
     """Change a row behind the outbox's back, as far as the table's constraints allow."""
     with engine.begin() as connection:
         changed = update(outbox_event).where(outbox_event.c.event_id == event_id).values(columns)
         assert connection.execute(changed).rowcount == 1
 
 
-def tamper_unchecked(sqlite_engine: Engine, event_id: str = "note-1", **columns: Any) -> None:
+def tamper_unchecked(sqlite_engine: Engine, event_id: str = "note-1", /, **columns: Any) -> None:
     """The same without CHECK constraints, which only SQLite lets one switch off without changing the schema."""
     with sqlite_engine.connect() as connection:
         connection.exec_driver_sql("PRAGMA ignore_check_constraints = ON")

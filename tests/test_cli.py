@@ -142,17 +142,24 @@ def test_a_missing_database_url_names_the_variable() -> None:
         ("postgresql://user:hunter2@127.0.0.1:{port}/x?connect_timeout=2", "dispatch.database_unavailable"),
         ("postgresql://user@127.0.0.1:{port}/x?password=hunter2", "dispatch.database_unavailable"),
         ("sqlite:////no/such/folder/file.sqlite3", "dispatch.database_unavailable"),
-        ("sqlite:///{file}?hunter2=1", "dispatch.connection_invalid"),
     ],
 )
 @pytest.mark.parametrize("command", [["health"], ["status", "event-1"], ["migrate"], ["purge", "--older-than", "1d"]])
-def test_a_url_that_leads_nowhere_is_one_line_and_keeps_its_secrets(
-    url: str, code: str, command: list[str], sqlite_url: str
-) -> None:
+def test_a_url_that_leads_nowhere_is_one_line_and_keeps_its_secrets(url: str, code: str, command: list[str]) -> None:
     with refused_port() as port:
-        line = error_line(run(*command, url=url.format(port=port, file=sqlite_url.removeprefix("sqlite:///"))))
+        line = error_line(run(*command, url=url.format(port=port)))
     assert line.startswith(f"{code}: ")
     assert "hunter2" not in line
+
+
+def test_an_option_that_the_driver_does_not_take_is_not_repeated(sqlite_url: str, pg_url: str) -> None:
+    line = error_line(run("health", url=f"{pg_url}?hunter2=1"))
+    assert "an option that the driver does not take" in line
+    assert "hunter2" not in line
+    result = run("health", url=f"{sqlite_url}?hunter2=1")
+    if result.exit_code:  # SQLAlchemy 2.0 passes over it without a word
+        assert error_line(result).startswith("dispatch.connection_invalid: ")
+    assert "hunter2" not in result.output
 
 
 def test_an_unreachable_server_is_named_with_the_reason() -> None:
@@ -943,6 +950,24 @@ def test_a_urls_own_options_are_left_to_it(pg_url: str) -> None:
         assert connection.scalar(text("SHOW lock_timeout")) == "3s"
         assert connection.scalar(text("SHOW application_name")) == "shop"
     engine.dispose()
+
+
+def test_behind_a_pooler_nothing_is_left_in_a_session(pg_url: str) -> None:
+    engine = program_engine(pg_url, pooled=True)
+    with engine.connect() as connection:
+        driver = connection.connection.driver_connection
+        assert driver is not None
+        assert driver.prepare_threshold is None
+        assert "options" not in driver.info.get_parameters()
+    engine.dispose()
+
+
+def test_every_command_but_migrate_knows_of_poolers(database_url: str, tmp_path: Path) -> None:
+    for command in (["health"], ["redrive", "--all"], ["purge", "--older-than", "1d"], ["enqueue", "-"]):
+        assert run(*command, "--pooler", url=database_url).exit_code == 0
+    settings = cms(tmp_path, "https://cms.example")
+    assert run("worker", "--until-idle", url=database_url, pooler="1", **settings).exit_code == 0
+    assert "No such option" in error_line(run("migrate", "--pooler", url=database_url))
 
 
 def test_an_sqlite_engine_waits_for_a_lock(sqlite_url: str) -> None:

@@ -22,12 +22,15 @@ from outbox import Outbox
 from outbox.contracts.cms import CMS_CHANGE
 from outbox.demo.actors import sample_events
 from outbox.demo.report import DatabaseSide, Row, ServerSide, compare
+from outbox.demo.view import Facts, Terminal
 from outbox.destinations.cms import HMACSigner
 from tests.cli_tools import clean_environment, error_line, run, start
 from tests.cms_events import event
 from tests.misbehaving import canonical
 
-LIMIT = 100
+#: The demo has a limit of its own; on a busy machine everything around it takes long too.
+LIMIT = 200
+pytestmark = pytest.mark.timeout(LIMIT + 20)
 
 
 def play(*arguments: str, program: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -301,6 +304,25 @@ def test_every_kind_of_disagreement_is_noticed(change: Change, says: str) -> Non
 
 def test_a_demo_in_which_nobody_was_killed_has_not_shown_anything() -> None:
     assert not compare(*agreeing(), killed=0).agrees
+
+
+def test_a_terminal_sees_what_happens(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    view = Terminal()
+    with view.running():
+        view.progress(Facts(40, 12, {"pending": 2, "leased": 1, "succeeded": 7}, {"requests": 9}))
+        view.remark("something happens")
+    view.report(compare(*agreeing(), killed=1))
+    view.report(compare(*agreeing(), killed=0))
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
+    assert "12/40 changes" in shown
+    assert "7/10 settled" in shown
+    assert "9 requests" in shown
+    assert re.search(r"\d\.\ds  something happens", shown)
+    assert re.search(r"lost +0", shown)
+    assert "the server's ledger and the database agree" in shown
+    assert "disagreement: no worker was killed in mid-delivery" in shown
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 # -- the remote server ----------------------------------------------------------------------------------------------

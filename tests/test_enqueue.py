@@ -114,12 +114,12 @@ def test_an_expired_lease_shows(outbox: Outbox, now: float | None) -> None:
 @pytest.mark.parametrize("change", ["text", "max_attempts"])
 def test_anything_else_under_the_id_collides(outbox: Outbox, engine: Engine, state: str, change: str) -> None:
     put(outbox, state)
-    event, more = (note(1, "other"), {}) if change == "text" else (note(1), {"max_attempts": 4})
+    event, attempts = (note(1, "other"), 5) if change == "text" else (note(1), 4)
     with unchanged(engine):
         with refused("dispatch.idempotency_collision", event_id="note-1"):
-            outbox.enqueue(event, now=T, **more)
+            outbox.enqueue(event, now=T, max_attempts=attempts)
         with refused("dispatch.idempotency_collision", event_id="note-1"):
-            outbox.enqueue_many([note(2), event, note(3)], now=T, **more)
+            outbox.enqueue_many([note(2), event, note(3)], now=T, max_attempts=attempts)
 
 
 def test_ids_are_by_topic(engine: Engine) -> None:

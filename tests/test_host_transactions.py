@@ -252,7 +252,9 @@ def test_a_connection_that_is_set_back_from_autocommit(outbox: Outbox, engine: E
 
 
 @pytest.mark.parametrize(
-    "garbage", [7, "sqlite://", object(), True, [], Session, Connection, lambda: None], ids=lambda value: repr(value)[:20]
+    "garbage",
+    [7, "sqlite://", object(), True, [], Session, Connection, lambda: None],
+    ids=lambda value: repr(value)[:20],
 )
 def test_garbage(outbox: Outbox, garbage: Any) -> None:
     with refused("dispatch.connection_invalid"):
@@ -317,7 +319,7 @@ def test_a_session_whose_flush_has_failed(outbox: Outbox, engine: Engine) -> Non
     session = Session(engine)
     session.begin_nested()
     session.add_all([Page(id=1, title="one"), Page(id=1, title="the same key")])
-    with pytest.raises(Exception, match="(?i)unique|conflicts with persistent"):
+    with pytest.raises(Exception, match=r"(?i)unique|conflicts with persistent"):
         session.flush()
     outbox_error = None
     try:
@@ -612,7 +614,7 @@ def test_a_hosts_own_error_is_the_hosts(outbox: Outbox, engine: Engine) -> None:
     """Only what our own statements meet is translated."""
     with engine.connect() as connection:
         outbox.enqueue(note(), connection=connection)
-        with pytest.raises(Exception, match="(?i)no such table|does not exist"):
+        with pytest.raises(Exception, match=r"(?i)no such table|does not exist"):
             connection.execute(text("SELECT * FROM nowhere"))
     with pytest.raises(sqlite3.OperationalError):
         sqlite3.connect(":memory:").execute("SELECT * FROM nowhere")

@@ -10,7 +10,7 @@ import pytest
 
 from outbox.rules import check_payload, check_row
 from outbox.values import sha256_hex
-from tests.support import STATES, TOPIC, T, Notes, canonical, note, refused, response
+from tests.support import STATES, TOPIC, Notes, T, canonical, note, refused, response
 
 PAYLOAD = canonical(note())
 NOTHING: dict[str, Any] = dict.fromkeys(

@@ -156,10 +156,14 @@ def test_a_destination_that_never_returns_loses_the_event_to_others(
     with running(worker):
         until(lambda: len(stuck.seen) == 1, "the delivery begun")
         until(lambda: outbox.status("event-0").lease_expired, "the lease run out")
-        Worker(outbox, {"test.plain": healthy}).run(until_idle=True)
+        # The stuck worker may take it up again itself first, and then has to let it go again.
+        until(
+            lambda: bool(Worker(outbox, {"test.plain": healthy}).run(until_idle=True) and healthy.seen),
+            "the event delivered by another",
+        )
         before = outbox.status("event-0")
         gate.open()
-        until(lambda: worker.stats.lost == 1, "the stale result refused and counted")
+        until(lambda: worker.stats.lost >= 1, "the stale result refused and counted")
     assert len(healthy.seen) == 1
     assert before.status == "succeeded"
     assert outbox.status("event-0") == before
