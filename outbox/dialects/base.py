@@ -188,6 +188,10 @@ class Dialect(ABC):
         """
 
     @abstractmethod
+    def clock(self, connection: Connection) -> float:
+        """The time on a connection that may be a host's, whose settings are left alone."""
+
+    @abstractmethod
     def in_transaction(self, connection: Connection) -> bool:
         """Whether what is executed on a host's connection now waits for the host's commit."""
 
