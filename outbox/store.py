@@ -208,7 +208,7 @@ class Outbox:
                     self._undo(connection, inserted)
                     raise CollisionError("dispatch.idempotency_collision", event_id=wanted.event_id)
                 if moment is None and row.status == "leased":  # whether the lease has ended is the clock's to say
-                    moment = self._dialect.pulse(connection, None).now
+                    moment = self._dialect.clock(connection)
                 found[row.event_id] = _event_status(row, moment)
         return found
 
@@ -726,8 +726,8 @@ class _OwnEngine:
     """An engine of our own on the host's pool.
 
     It shares connections with the host, and so every setting that is made when one connects, but none of the listeners
-    on the host's engine: one that begins transactions by hand would collide with ours. Statements' values never reach
-    its log. In a forked process the parent's pool is left alone, since its sockets are the parent's.
+    on the host's engine: one that begins transactions by hand would collide with ours. Neither statements' values nor
+    rows reach its log. In a forked process the parent's pool is left alone, since its sockets are the parent's.
     """
 
     def __init__(self, host: Engine) -> None:
@@ -747,7 +747,14 @@ class _OwnEngine:
         return self._engine
 
     def _on(self, pool: Pool) -> Engine:
-        return Engine(pool, self._host.dialect, self._host.url, hide_parameters=True)
+        engine = Engine(pool, self._host.dialect, self._host.url, logging_name="outbox", hide_parameters=True)
+        logging.getLogger(f"sqlalchemy.engine.Engine.{engine.logging_name}").addFilter(_without_rows)
+        return engine
+
+
+def _without_rows(record: logging.LogRecord) -> bool:
+    """At DEBUG SQLAlchemy logs the rows it reads, payloads and all."""
+    return record.levelno > logging.DEBUG
 
 
 def check_destination(destination: Any, lease_seconds: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,11 +13,12 @@ import psycopg
 import pytest
 from sqlalchemy import Engine, create_engine, event, text
 from sqlalchemy.dialects import mysql
-from sqlalchemy.pool import QueuePool
+from sqlalchemy.pool import QueuePool, StaticPool
 
-from outbox import Failure, Outbox, RetryPolicy, Success
+from outbox import Failure, Outbox, RetryPolicy, Success, Worker
 from outbox.dialects import dialect_for, postgresql, sqlite
 from outbox.dialects.base import lease_end
+from outbox.migrate import upgrade
 from tests.databases import Databases, make_test_engine
 from tests.support import (
     TOPIC,
@@ -460,6 +462,52 @@ def test_a_transaction_that_fails_leaves_no_lock(impatient: Engine) -> None:
             pass
 
 
+def watching(outbox: Outbox, act: Callable[[], Any]) -> None:
+    """Whether a watch is woken by what somebody does after it has begun."""
+    woken = threading.Event()
+    watch = outbox.watch()
+    watch.start(woken.set)
+    watch.rest(True)
+    try:
+        assert woken.wait(30), "not woken for what came before it began to watch"
+        woken.clear()
+        act()
+        assert woken.wait(30), "not woken"
+    finally:
+        watch.close()
+
+
+def autocommit_settings() -> list[dict[str, Any]]:
+    newer = [{"autocommit": False}, {"autocommit": True}] if sys.version_info >= (3, 12) else []
+    return [{}, {"isolation_level": None}, *newer]
+
+
+@pytest.mark.parametrize("arguments", autocommit_settings())
+def test_a_watch_sees_commits_and_holds_nothing(sqlite_url: str, engines: Any, arguments: dict[str, Any]) -> None:
+    engine = engines(sqlite_url, connect_args=arguments)
+    outbox = make_outbox(engine)
+
+    def act() -> None:
+        outbox.enqueue(note())
+        with locked(engine, "EXCLUSIVE") as other:
+            other.execute("ROLLBACK")
+            assert other.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0
+
+    watching(outbox, act)
+
+
+def test_a_database_in_memory_is_polled(caplog: pytest.LogCaptureFixture) -> None:
+    engine = create_engine("sqlite://", poolclass=StaticPool, connect_args={"check_same_thread": False})
+    upgrade(engine)
+    outbox = make_outbox(engine)
+    outbox.enqueue_many(notes(20))
+    destination = Scripted()
+    Worker(outbox, {TOPIC: destination}, concurrency=2).run(until_idle=True)
+    assert sorted(claim.event_id for claim in destination.seen) == sorted(ids(20))
+    assert outbox.health(deep=True).counts["succeeded"] == 20
+    engine.dispose()
+
+
 # -- one database only ----------------------------------------------------------------------------------------------
 
 
@@ -493,8 +541,6 @@ def test_the_clock_is_the_machines_on_sqlite(sqlite_engine: Engine, monkeypatch:
 
 def test_tables_found_by_the_search_path(pg_databases: Databases, engines: Any) -> None:
     """The same names in two schemas of one database are two outboxes."""
-    from outbox.migrate import upgrade
-
     with pg_databases.fresh(migrated=False) as url:
         plain = engines(url)
         with plain.begin() as connection:
@@ -519,6 +565,7 @@ def test_a_host_that_disposes_of_its_engine(engine: Engine) -> None:
     claim = leased(outbox)
     engine.dispose()
     assert outbox.complete(claim, response(), now=T).status == "succeeded"
+    assert outbox._own().pool is engine.pool  # and no second pool beside the host's new one
     with engine.begin() as connection:
         outbox.enqueue(note(2), connection=connection)
     assert row_count(engine) == 2
@@ -532,6 +579,22 @@ def test_an_engine_with_options_is_the_same_database(engine: Engine) -> None:
     with engine.begin() as connection:
         outbox.enqueue(note(2), connection=connection)
     assert len(outbox.claim_batch(WORKER)) == 2
+
+
+@pytest.mark.parametrize("level", ["INFO", "DEBUG"])
+def test_sqlalchemys_own_log_does_not_tell_payloads(
+    engine: Engine, caplog: pytest.LogCaptureFixture, level: str
+) -> None:
+    """Whatever a host has set for all of SQLAlchemy."""
+    caplog.set_level(level, "sqlalchemy")
+    outbox = make_outbox(engine)
+    outbox.enqueue(note(1, "s3cret"), now=T)
+    outbox.enqueue_many([note(1, "s3cret"), note(2, "s3cret")], now=T)
+    outbox.settle([Success(claim, response(claim.event_id)) for claim in outbox.claim_batch(WORKER, now=T)], now=T)
+    outbox.health(deep=True)
+    assert outbox.status("note-1").status == "succeeded"
+    assert "INSERT INTO outbox_event" in caplog.text
+    assert "s3cret" not in caplog.text
 
 
 def test_listeners_of_the_host_do_not_see_our_transactions(database_url: str) -> None:

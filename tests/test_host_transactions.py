@@ -13,6 +13,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scop
 from sqlalchemy.pool import StaticPool
 
 from outbox import Outbox
+from outbox.migrate import upgrade
 from outbox.schema import VERSION_TABLE, outbox_event
 from tests.databases import Databases, make_test_engine
 from tests.support import (
@@ -473,6 +474,26 @@ def test_own_transactions_under_repeatable_read(pg_url: str, engines: Any) -> No
         assert connection.execute(text("SHOW transaction_isolation")).scalar_one() == "repeatable read"
 
 
+@pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
+def test_own_transactions_are_read_committed(pg_url: str, pg_engine: Engine, engines: Any, level: str) -> None:
+    """Another worker takes the only event just before our claim would; ours finds nothing, and does not fail."""
+    outbox, other = make_outbox(engines(pg_url, isolation_level=level)), make_outbox(pg_engine)
+    put(other, "pending")
+    outbox.health()
+    taken: list[Any] = []
+
+    def meanwhile(connection: Connection, cursor: Any, statement: str, *_: Any) -> None:
+        if connection.engine.pool is outbox.engine.pool and statement.startswith("UPDATE") and not taken:
+            taken.append(other.claim("worker-2", now=T))
+
+    event.listen(Engine, "before_cursor_execute", meanwhile)
+    try:
+        assert outbox.claim("worker-1", now=T) is None
+    finally:
+        event.remove(Engine, "before_cursor_execute", meanwhile)
+    assert taken[0].event_id == "note-1"
+
+
 PSYCOPG_STATE = ("autocommit", "isolation_level", "read_only", "deferrable", "prepare_threshold", "row_factory")
 SQLITE_STATE = ("isolation_level", "row_factory", "text_factory", "in_transaction", "total_changes")
 
@@ -550,6 +571,16 @@ def test_a_host_that_begins_by_hand(sqlite_url: str, statement: str, end: str, f
     host.dispose()
 
 
+def test_a_host_that_begins_by_hand_on_a_connection_it_calls_autocommit(sqlite_url: str) -> None:
+    host = begin_by_hand(sqlite_url)
+    with host.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.execute(text("SELECT 1"))
+        with refused("dispatch.transaction_required"):
+            make_outbox(host).enqueue(note(), connection=connection)
+    assert row_count(host) == 0
+    host.dispose()
+
+
 def test_no_beginning_at_all_is_autocommit(sqlite_url: str, sqlite_engine: Engine) -> None:
     host = make_test_engine(sqlite_url, connect_args={"isolation_level": None})
     for connect in (host.connect, host.begin, lambda: Session(host)):
@@ -586,8 +617,6 @@ def test_the_newer_autocommit_attribute(sqlite_url: str, autocommit: bool) -> No
 @pytest.mark.parametrize("pool", [None, StaticPool])
 def test_one_connection_for_everything(pool: Any) -> None:
     """A database in memory, as hosts test with: it can be used, but not by two at the same time."""
-    from outbox.migrate import upgrade
-
     arguments = {} if pool is None else {"poolclass": pool}
     host = create_engine("sqlite://", connect_args={"check_same_thread": False}, **arguments)
     upgrade(host)
@@ -635,13 +664,53 @@ def test_a_snapshot_that_cannot_see_the_other_hosts_event(pg_url: str, pg_engine
     assert raw_row(pg_engine)["created_at"] == T
 
 
-def test_a_host_may_change_our_rows_and_we_do_not_wait(pg_engine: Engine) -> None:
-    outbox = make_outbox(pg_engine)
-    outbox.enqueue_many(notes(2), now=T)
+@pytest.fixture
+def hasty(pg_url: str, engines: Any) -> Outbox:
+    """An outbox whose every wait for a lock is an error."""
+    return make_outbox(engines(pg_url, connect_args={"options": "-clock_timeout=1"}))
+
+
+def test_nothing_a_worker_does_waits_for_a_hosts_open_transaction(hasty: Outbox, pg_engine: Engine) -> None:
+    put(hasty, "failed", "failed")
+    hasty.enqueue_many(notes(4), now=T)
     with pg_engine.connect() as connection:
-        connection.execute(update(outbox_event).where(outbox_event.c.event_id == "note-1").values(redrives=1))
-        claim = outbox.claim("worker-1", now=T)
-        assert claim is not None
-        assert claim.event_id == "note-2"
-        assert outbox.claim("worker-1", now=T) is None
-        assert outbox.health(now=T).due == 1
+        make_outbox(pg_engine).enqueue_many([note("open"), note("failed")], connection=connection, now=T)
+        first, *others = hasty.claim_batch("worker-1", now=T)
+        assert len(others) == 3
+        hasty.renew([first], lease_seconds=700, now=T)
+        hasty.complete(others[0], response(others[0].event_id), now=T)
+        hasty.retry(others[1], "busy", now=T)
+        hasty.release([others[2]], now=T)
+        assert hasty.redrive_all(now=T) == 1
+        assert hasty.purge(older_than_seconds=0, now=T) == 1
+        assert hasty.health(deep=True, now=T).counts["pending"] == 2
+        assert hasty.ready(now=T) is True
+        hasty.announce("worker-1")
+        hasty.withdraw("worker-1")
+        connection.rollback()
+
+
+def test_rows_that_a_host_has_locked_are_passed_over(hasty: Outbox, pg_engine: Engine) -> None:
+    """Due ones and expired leases alike; the next claim finds them."""
+    hasty.enqueue_many(notes(4), now=T)
+    hasty.claim_batch("worker-1", limit=2, lease_seconds=1, now=T)
+    with pg_engine.connect() as connection:
+        locked = outbox_event.c.event_id.in_(["note-1", "note-3"])
+        connection.execute(update(outbox_event).where(locked).values(redrives=0))
+        assert [claim.event_id for claim in hasty.claim_batch("worker-2", now=T + 1)] == ["note-4", "note-2"]
+        assert hasty.claim("worker-2", now=T + 1) is None
+        connection.rollback()
+    assert [claim.event_id for claim in hasty.claim_batch("worker-2", now=T + 1)] == ["note-3", "note-1"]
+
+
+def test_the_hosts_settings_of_its_transaction_stay(outbox: Outbox, engine: Engine) -> None:
+    """Also when an event's lease makes it ask what time it is."""
+    leased(outbox)
+    settings = {
+        "postgresql": "SELECT name, setting FROM pg_settings ORDER BY name",
+        "sqlite": "SELECT query_only, foreign_keys FROM pragma_query_only, pragma_foreign_keys",
+    }[engine.dialect.name]
+    with engine.begin() as connection:
+        before = connection.execute(text(settings)).all()
+        outbox.enqueue_many(notes(3), connection=connection)
+        assert connection.execute(text(settings)).all() == before

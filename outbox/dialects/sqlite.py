@@ -53,6 +53,9 @@ _LONGEST_NAP: Final = 0.05
 _PORTION: Final = 10_000
 _ANY_TEXT: Final = partial(str, encoding="utf-8", errors="surrogateescape")
 
+#: Pools without a second connection (in a thread).
+_ONLY_ONE: Final = (StaticPool, SingletonThreadPool)
+
 T = TypeVar("T")
 
 _PULSE = text(
@@ -92,6 +95,10 @@ class SQLiteDialect(Dialect):
             return Pulse(moment, bool(expired), tuple(generation))
 
         return _patiently(ask)  # the first to read, which in a transaction that only reads can meet a writer
+
+    def clock(self, connection: Connection) -> float:
+        del connection
+        return time.time()
 
     def in_transaction(self, connection: Connection) -> bool:
         raw = _raw(connection)
@@ -159,7 +166,8 @@ class SQLiteDialect(Dialect):
     # -- waiting for work -------------------------------------------------------------------------------------------
 
     def watch(self, engine: Engine) -> Watch:
-        return _DataVersion(engine)
+        # The only connection of a database in memory cannot tell what others commit: there are none.
+        return Watch() if isinstance(engine.pool, _ONLY_ONE) else _DataVersion(engine)
 
     # -- asking -----------------------------------------------------------------------------------------------------
 
@@ -211,17 +219,16 @@ class _DataVersion(ThreadedWatch):
     INTERVAL = 0.008
 
     def _watch(self, wake: Callable[[], None]) -> None:
-        connection = self._engine.raw_connection()
-        try:
-            cursor, seen = connection.cursor(), None
-            while self._resting.wait() and not self._closed.is_set():
-                (version,) = cursor.execute("PRAGMA data_version").fetchone()
-                if version != seen:
-                    seen = version
-                    wake()
-                time.sleep(self.INTERVAL)
-        finally:
-            connection.close()
+        with closing(self._engine.raw_connection()) as connection:
+            raw: Any = connection.dbapi_connection
+            with _explicit_transactions(raw, str):  # in a transaction it would only ever see its own snapshot
+                seen = None
+                while self._resting.wait() and not self._closed.is_set():
+                    (version,) = raw.execute("PRAGMA data_version").fetchone()
+                    if version != seen:
+                        seen = version
+                        wake()
+                    time.sleep(self.INTERVAL)
 
 
 _INSERT = insert(event).on_conflict_do_nothing().returning(event.c.id, event.c.event_id, event.c.created_at)
