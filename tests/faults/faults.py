@@ -133,7 +133,7 @@ def _held_by(lab: Lab, worker: str) -> set[str]:
         return set(connection.scalars(query))
 
 
-@fault(*BOTH, events=40, most=200)
+@fault(*BOTH, events=20, most=200)
 def host_killed(lab: Lab) -> None:
     """Host processes killed in the middle of their transactions; what was not committed is never sent."""
     metadata.create_all(lab.engine)
@@ -244,8 +244,14 @@ def cut_in_commit(lab: Lab) -> None:
     choose = random.Random(lab.choose.random())
 
     def rule(passage: Passage, direction: Direction, data: bytes) -> Verdict:
-        if direction == "up" and b"COMMIT" in data and choose.random() < 0.15:
-            return choose.choice(("cut", "pass_and_cut"))
+        if direction == "down":
+            return "pass"
+        if b'"lease_token"' in data:  # the parameter of a settle
+            passage.note = "settling"
+        if b"COMMIT" in data:
+            settling, passage.note = passage.note, ""
+            if choose.random() < (0.4 if settling else 0.05):
+                return choose.choice(("cut", "pass_and_cut"))
         return "pass"
 
     lab.start(url=_through(lab, proxy))

@@ -158,7 +158,13 @@ class WorkerProcess:
         return self.process.pid
 
     def send(self, number: int) -> None:
-        os.kill(self.pid, number)
+        """Send a signal, once the worker has said that it hears them: before, most of them would end it."""
+        until(self._hears, f"{self.settings.name} hears signals")
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def _hears(self) -> bool:
+        return not self.process.is_alive() or any("ready" in line for line in self.lines())
 
     def kill(self) -> None:
         self.killed = True
@@ -169,8 +175,7 @@ class WorkerProcess:
         """Ask it to stop; what is wrong with how it did, if anything."""
         if self.killed:
             return None
-        if self.process.is_alive():
-            self.process.terminate()
+        self.send(signal.SIGTERM)
         self.process.join(STOP_SECONDS)
         name = self.settings.name
         if self.process.is_alive():
@@ -213,6 +218,7 @@ class Lab:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.faults.worker_main", "tests.faults.host_main"])
         self._host: threading.Thread | None = None
+        self._processes: list[BaseProcess] = []
         self._ended_at = math.inf
         self._before: set[str] = set()
         self._began_at = time.monotonic()
@@ -233,11 +239,12 @@ class Lab:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for worker in self.workers:
-            if worker.process.is_alive():
-                with suppress(ProcessLookupError):
-                    worker.send(signal.SIGCONT)
-                worker.kill()
+        self.deadline = 0.0  # which ends a host that is still trying
+        if self._host is not None:
+            self._host.join(PATIENCE)
+        for process in self._processes:
+            process.kill()  # a stopped one as well
+            process.join(PATIENCE)
         self._stack.close()
 
     def enter(self, resource: Any) -> Any:
@@ -314,12 +321,14 @@ class Lab:
         defaults = Settings(url=self.url, origin=self.server.origin, name=name, report=report, log=log)
         worker = WorkerProcess(self._context, replace(defaults, **settings))
         self.workers.append(worker)
+        self._processes.append(worker.process)
         return worker
 
     def process(self, target: Callable[..., None], *arguments: Any) -> BaseProcess:
         """A process of another kind, started and left to the fault."""
         process: BaseProcess = self._context.Process(target=target, args=arguments)
         process.start()
+        self._processes.append(process)
         return process
 
     def disturbed(self, times: int = 1) -> None:

@@ -97,6 +97,7 @@ def main(settings: Settings) -> None:
         observer=report,
     )
     with stopping(worker.stop):
+        report.say(ready=True)  # from here on signals are heard
         stats = worker.run()
     report.say(stats={name: getattr(stats, name) for name in type(stats).__dataclass_fields__})
     engine.dispose()
