@@ -115,7 +115,7 @@ class Bench:
         #: SQLite has one writer, so while a host's transaction is open only that host acts.
         self.interleaves = engine.dialect.name != "sqlite"
         #: Examples in CI; a step on PostgreSQL takes several times as long.
-        self.budget = 30 if self.interleaves else 60
+        self.budget = 40 if self.interleaves else 60
         self._watcher = watcher
         self.execute("CREATE TABLE host_note (note TEXT)")
 
@@ -146,6 +146,7 @@ class Machine(RuleBasedStateMachine):
         self.claims: list[Claim] = []
         self.committed_notes = 0
         self.host_ended = False
+        self.beside = 0
         self.before: dict[Key, dict[str, Any]] = {}
         self.looked_at = 0.0
         self.settled_may_change = False
@@ -300,6 +301,19 @@ class Machine(RuleBasedStateMachine):
         if found is None and host is not None:
             host.touched.update((topic, event["id"]) for event in wanted)
 
+    @precondition(lambda self: (self.hosts or self.free()) and self.model.rows)
+    @rule(index=st.integers(0, 9), how=st.sampled_from(["payload", "attempts", "nothing"]))
+    def enqueue_beside_a_namesake(self, index: int, how: str) -> None:
+        """A new event together with one whose id is taken, mostly by a different one: then neither is enqueued."""
+        rows = sorted(self.model.rows.values(), key=lambda row: row.order)
+        row = rows[index % len(rows)]
+        host = self.hosts[index % len(self.hosts)] if self.hosts else None
+        namesake = {"id": row.event_id, "n": 0 if how != "payload" else 2}
+        wanted = [{"id": f"beside-{self.beside}", "n": 0}, namesake]
+        self.beside += 1
+        most = row.max_attempts if how != "attempts" else row.max_attempts % 20 + 1
+        self.enqueue_here(row.topic, wanted, most, host)
+
     # -- claim ------------------------------------------------------------------------------------------------------
 
     @precondition(free)
@@ -361,17 +375,38 @@ class Machine(RuleBasedStateMachine):
             )
 
     @precondition(free)
-    @rule(index=st.integers(0, 4), nudge=st.sampled_from([-math.inf, 0, 0, math.inf]), renewed=st.booleans())
-    def settle_at_the_last_moment(self, index: int, nudge: float, renewed: bool) -> None:
-        """The result comes just before, just when or just after the lease ends."""
+    @rule(index=st.integers(0, 4), end=st.booleans(), nudge=st.sampled_from([-math.inf, 0, 0, math.inf]))
+    def settle_at_the_edge(self, index: int, end: bool, nudge: float) -> None:
+        """The result comes just before, just when or just after the lease ends, or, by the clock, when it began."""
         claim = self.pick(index)
-        self.model.now = math.nextafter(claim.lease_expires_at, nudge) if nudge else claim.lease_expires_at
-        if renewed:
-            self.renew([index], 30)
+        moment = claim.lease_expires_at if end else self.model.rows[claim.topic, claim.event_id].updated_at
+        self.model.now = math.nextafter(moment, nudge) if nudge else moment
         self.agree(
             lambda: self.model.retry(claim, "late", None, None),
             lambda: self.outbox.retry(claim, "late", now=self.now),
         )
+
+    @precondition(free)
+    @rule(
+        index=st.integers(0, 4), verb=st.sampled_from(["settle", "release", "renew"]), order=st.permutations([0, 1, 1])
+    )
+    def act_beside_ones_past(self, index: int, verb: str, order: list[int]) -> None:
+        """A claim, the same before it was renewed, and itself once more: all have one token and only one of them wins."""
+        old = self.pick(index)
+        self.renew([index], 30)
+        new = self.claims[-1]
+        claims = [(old, new)[which] for which in order]
+        if verb == "settle":
+            results = [_result(claim, "success", None) for claim in claims]
+            self.agree(lambda: self.model.settle(results), lambda: self.outbox.settle(results, now=self.now))
+        elif verb == "release":
+            self.agree(lambda: self.model.release(claims), lambda: self.outbox.release(claims, now=self.now))
+        else:
+            renewed = self.agree(
+                lambda: self.model.renew(claims, 60),
+                lambda: self.outbox.renew(claims, lease_seconds=60, now=self.now),
+            )
+            self.claims += renewed or []
 
     @precondition(free)
     @rule(lines=st.lists(st.tuples(picks, kinds, hints), max_size=6))
