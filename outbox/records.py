@@ -9,6 +9,8 @@ from typing import Any, Final, Literal
 from outbox.errors import InputError
 from outbox.values import (
     MAX_ATTEMPTS,
+    check_int,
+    check_seconds,
     describe,
     is_number,
     is_sha256,
@@ -18,6 +20,9 @@ from outbox.values import (
 )
 
 Status = Literal["pending", "waiting", "leased", "retry_wait", "succeeded", "failed"]
+#: How far a failed attempt got: surely not sent; sent, perhaps arrived, and unanswered; or answered, with a refusal.
+Arrival = Literal["unsent", "unknown", "refused"]
+ARRIVALS: Final[tuple[Arrival, ...]] = ("unsent", "unknown", "refused")
 STATUSES: Final[tuple[Status, ...]] = ("pending", "waiting", "leased", "retry_wait", "succeeded", "failed")
 
 
@@ -73,6 +78,11 @@ class Failure:
         retryable: False ends the event; True leaves that to the attempts left.
         retry_after: seconds the destination asked us to wait, a lower bound, or None.
         detail_hash: SHA-256 hex of whatever detail the host keeps elsewhere, or None.
+        arrival: how far the attempt got.
+        http_status: the status that the destination answered with, or None.
+        outage: whether it says that the destination is down, and not that it refuses this event.
+        gone: whether the destination wants nothing more, ever.
+        seconds: how long the attempt took, or None.
     """
 
     claim: Claim
@@ -80,6 +90,11 @@ class Failure:
     retryable: bool = True
     retry_after: float | None = None
     detail_hash: str | None = None
+    arrival: Arrival = "unknown"
+    http_status: int | None = None
+    outage: bool = False
+    gone: bool = False
+    seconds: float | None = None
 
 
 Result = Success | Failure
@@ -164,6 +179,20 @@ class Health:
     failed: int
     oldest_due_age: float | None
     approximate: tuple[str, ...] = ()
+
+
+def check_attempt(arrival: object, http_status: object, seconds: object) -> None:
+    """Refuse what cannot be said of an attempt.
+
+    Raises:
+        InputError: ``dispatch.error_invalid``.
+    """
+    if arrival not in ARRIVALS:
+        raise InputError("dispatch.error_invalid", expected=f"an arrival of {', '.join(ARRIVALS)}")
+    if http_status is not None:
+        check_int(http_status, code="dispatch.error_invalid", lowest=100, highest=999)
+    if seconds is not None:
+        check_seconds(seconds, code="dispatch.error_invalid", zero=True)
 
 
 def check_claim(claim: object) -> Claim:

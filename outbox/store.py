@@ -43,6 +43,7 @@ from outbox.records import (
     Settled,
     Status,
     Success,
+    check_attempt,
     check_claim,
 )
 from outbox.rules import check_payload, check_row
@@ -789,7 +790,10 @@ def _declared(claim: Claim, error: Exception) -> Failure | None:
     if not isinstance(error, DeliveryFailed):
         return None
     try:
-        failure = Failure(claim, error.code, bool(error.retryable), error.retry_after, error.detail_hash)
+        failure = Failure(
+            claim, error.code, bool(error.retryable), error.retry_after, error.detail_hash,
+            error.arrival, error.http_status, bool(error.outage), bool(error.gone),
+        )  # fmt: skip
         _check_failure(failure)
     except (AttributeError, InputError):
         return None
@@ -913,6 +917,7 @@ def _check_failure(failure: Failure) -> None:
     check_error(failure.error_code, failure.detail_hash)
     if failure.retry_after is not None:
         check_seconds(failure.retry_after, code="dispatch.error_invalid", zero=True)
+    check_attempt(failure.arrival, failure.http_status, failure.seconds)
 
 
 def _constant(change: Change) -> Callable[[float], Change]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, runtime_checkable
 
 from outbox.errors import InputError, IntegrityError, OutboxError
-from outbox.records import Claim, Receipt
+from outbox.records import Arrival, Claim, Receipt, check_attempt
 from outbox.values import canonical_json, check_error, check_seconds, check_token, parse_canonical, sha256_hex
 
 MAX_RECEIPT_BYTES: Final = 64_000
@@ -23,21 +23,41 @@ class DeliveryFailed(OutboxError):  # noqa: N818 - the name hosts raise, fixed b
         retryable: whether another attempt could succeed.
         retry_after: seconds the remote side asked to be left alone, or None.
         detail_hash: SHA-256 hex of detail kept elsewhere, or None.
+        arrival: how far it got: ``"unsent"`` (surely no byte of the event left), ``"unknown"`` (it may have arrived) or
+            ``"refused"`` (the remote side answered that it does not take it).
+        http_status: the status it answered with, 100 to 999, or None.
+        outage: whether this says that the remote side is down (no answer, 5xx, 429) and nothing about this event. A run
+            of such failures opens the topic's breaker.
+        gone: whether the remote side wants no more events at all, ever (410): the topic is paused.
 
     Raises:
         InputError: ``dispatch.error_invalid``.
     """
 
     def __init__(
-        self, code: str, *, retryable: bool, retry_after: float | None = None, detail_hash: str | None = None
+        self,
+        code: str,
+        *,
+        retryable: bool,
+        retry_after: float | None = None,
+        detail_hash: str | None = None,
+        arrival: Arrival = "unknown",
+        http_status: int | None = None,
+        outage: bool = False,
+        gone: bool = False,
     ) -> None:
         check_error(code, detail_hash)
         if retry_after is not None:
             retry_after = check_seconds(retry_after, code="dispatch.error_invalid", zero=True)
+        check_attempt(arrival, http_status, None)
         super().__init__(code, "delivery failed")
         self.retryable = retryable
         self.retry_after = retry_after
         self.detail_hash = detail_hash
+        self.arrival: Arrival = arrival
+        self.http_status = http_status
+        self.outage = outage
+        self.gone = gone
 
 
 @runtime_checkable

@@ -55,7 +55,8 @@ _ACCEPTED: Final = frozenset({200, 202})
 _REDIRECTS: Final = range(300, 400)
 _SERVER_ERRORS: Final = range(500, 600)
 #: Besides server errors, retried when the error body shows that it was the service itself that said so.
-_RETRIED: Final = frozenset({408, 425, 429})
+_TOO_MANY: Final = 429
+_RETRIED: Final = frozenset({408, 425, _TOO_MANY})
 
 
 class _Fault(NamedTuple):
@@ -289,7 +290,7 @@ def _wrong_response(code: str, body: bytes | None) -> DeliveryFailed:
 
 def _refuse_status(status: int, body: bytes | None, retry_after: float | None) -> NoReturn:
     if status in _REDIRECTS:
-        raise DeliveryFailed("redirect", retryable=False)
+        raise DeliveryFailed("redirect", retryable=False, arrival="refused", http_status=status)
     # Also without the service's own error body: a plain 429 is some proxy's, and as temporary.
     retryable = status in _SERVER_ERRORS or status in _RETRIED
     raise DeliveryFailed(
@@ -297,6 +298,9 @@ def _refuse_status(status: int, body: bytes | None, retry_after: float | None) -
         retryable=retryable,
         retry_after=retry_after if retryable else None,
         detail_hash=_detail_hash(body),
+        arrival="refused",
+        http_status=status,
+        outage=status in _SERVER_ERRORS or status == _TOO_MANY,
     )
 
 

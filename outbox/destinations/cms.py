@@ -23,7 +23,7 @@ from outbox.http import (
     permitting,
     retry_after,
 )
-from outbox.records import Claim
+from outbox.records import Arrival, Claim
 from outbox.values import MAX_LEASE_SECONDS, check_seconds, check_token, is_token
 
 TARGET: Final = b"/v2/localization/changes"
@@ -130,7 +130,8 @@ class CMSDestination:
         try:
             reply = self._sender.post(TARGET, headers, body, deadline=deadline, max_bytes=MAX_RESPONSE_BYTES)
         except TransportFailed as error:
-            raise DeliveryFailed(error.code, retryable=True) from error
+            arrival: Arrival = "unsent" if error.unsent else "unknown"
+            raise DeliveryFailed(error.code, retryable=True, arrival=arrival, outage=True) from error
         return CMS_CHANGE.read_response(
             reply.status,
             reply.content_type,
@@ -161,7 +162,7 @@ class CMSDestination:
         except Exception:  # noqa: BLE001, S110
             pass
         # Raised out here, not in the handler: a signer's exception can quote the key, and would be chained even so.
-        raise DeliveryFailed("signing", retryable=False)
+        raise DeliveryFailed("signing", retryable=False, arrival="unsent")
 
     def _authenticate(self) -> list[Header]:
         if self._headers is None:
@@ -170,10 +171,11 @@ class CMSDestination:
             return _host_headers(self._headers())
         except DeliveryFailed as error:
             failure = DeliveryFailed(
-                error.code, retryable=error.retryable, retry_after=error.retry_after, detail_hash=error.detail_hash
-            )
+                error.code, retryable=error.retryable, retry_after=error.retry_after, detail_hash=error.detail_hash,
+                arrival="unsent", outage=error.outage,
+            )  # fmt: skip
         except Exception:  # noqa: BLE001
-            failure = DeliveryFailed("authentication", retryable=False)
+            failure = DeliveryFailed("authentication", retryable=False, arrival="unsent")
         raise failure  # likewise
 
 
