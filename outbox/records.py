@@ -20,6 +20,8 @@ from outbox.values import (
 )
 
 Status = Literal["pending", "waiting", "leased", "retry_wait", "succeeded", "failed"]
+#: What stands between a claim and a topic's events.
+TopicGate = Literal["closed", "paused", "open", "held", "ramp"]
 #: How far a failed attempt got: surely not sent; sent, perhaps arrived, and unanswered; or answered, with a refusal.
 Arrival = Literal["unsent", "unknown", "refused"]
 ARRIVALS: Final[tuple[Arrival, ...]] = ("unsent", "unknown", "refused")
@@ -136,8 +138,33 @@ class Settled:
 
 
 @dataclass(frozen=True, slots=True)
+class FailedAttempt:
+    """One attempt that failed.
+
+    Attributes:
+        attempt: its number, from 1; numbers begin anew when the event is redriven.
+        ended_at: when it was recorded.
+        seconds: how long it took, or None where nobody measured.
+        arrival: ``unsent`` (surely), ``unknown`` (it may have arrived) or ``refused`` (the destination answered).
+        http_status: the status that the destination answered with, or None.
+    """
+
+    attempt: int
+    ended_at: float
+    seconds: float | None
+    error_code: str
+    arrival: Arrival
+    http_status: int | None
+    detail_hash: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class EventStatus:
-    """An event as it stands in the table, without its payload."""
+    """An event as it stands in the table, without its payload.
+
+    Attributes:
+        failures: the newest of its failed attempts, at most 50, oldest first; only :meth:`Outbox.status` looks them up.
+    """
 
     topic: str
     event_id: str
@@ -156,6 +183,27 @@ class EventStatus:
     redrives: int
     created_at: float
     updated_at: float
+    failures: tuple[FailedAttempt, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TopicStatus:
+    """How a topic's destination fares.
+
+    Attributes:
+        state: ``closed`` (all is well), ``paused`` (by hand, or because the destination is gone for good), ``open`` (it
+            counts as down, and only probes are sent), ``held`` (it asked to be left alone for a while) or ``ramp`` (it
+            is back, and is taken up again little by little).
+        since: since when, or None where that is not known.
+        reason: why: what whoever paused it said, or an error code; None when closed.
+        until: when the next probe is due, or the hold ends; None otherwise.
+    """
+
+    topic: str
+    state: TopicGate
+    since: float | None = None
+    reason: str | None = None
+    until: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +218,7 @@ class Health:
         failed: events that ended without being accepted.
         oldest_due_age: seconds the longest-due event has been due, or None.
         approximate: states whose count is the database's estimate, since counting would cost too much.
+        topics: how each topic's destination fares, by topic.
     """
 
     status: Literal["ok", "blocked"]
@@ -179,6 +228,7 @@ class Health:
     failed: int
     oldest_due_age: float | None
     approximate: tuple[str, ...] = ()
+    topics: Mapping[str, TopicStatus] = field(default_factory=dict)
 
 
 def check_attempt(arrival: object, http_status: object, seconds: object) -> None:

@@ -25,11 +25,13 @@ from sqlalchemy import (
 from sqlalchemy.schema import ExecutableDDLElement
 
 #: The newest migration. Kept here, not read from Alembic, so that ``import outbox`` needs no Alembic; a test compares.
-HEAD_REVISION: Final = "0002"
+HEAD_REVISION: Final = "0003"
 #: A version table of our own leaves the host's own Alembic history alone.
 VERSION_TABLE: Final = "outbox_alembic_version"
 EVENT_TABLE: Final = "outbox_event"
 IDLE_TABLE: Final = "outbox_idle"
+TOPIC_TABLE: Final = "outbox_topic"
+ATTEMPT_TABLE: Final = "outbox_attempt"
 
 metadata = MetaData()
 
@@ -42,6 +44,8 @@ RETRY_WAIT = "status = 'retry_wait'"
 SUCCEEDED = "status = 'succeeded'"
 FAILED = "status = 'failed'"
 ORDERING_HEAD = "(status = 'pending' OR status = 'leased' OR status = 'retry_wait') AND ordering_key IS NOT NULL"
+#: Failed events that hold their ordering key: all but those that were discarded.
+FAILED_HEAD = "status = 'failed' AND ordering_key IS NOT NULL AND last_error_code <> 'discarded'"
 
 #: What ``health`` counts, each over a partial index of its own; ``due`` is pending and retry_wait together.
 COUNTED: Final[dict[str, str]] = {
@@ -130,6 +134,50 @@ outbox_idle = Table(
     PrimaryKeyConstraint("topic", "worker_id", name="pk_outbox_idle"),
 )
 
+#: How each topic's destination fares, shared by all workers: pauses by hand and the breaker. No row means closed.
+outbox_topic = Table(
+    TOPIC_TABLE,
+    metadata,
+    Column("topic", Text, nullable=False),
+    Column("paused_at", Double),
+    Column("pause_reason", Text),
+    Column("failures", Integer, nullable=False),
+    Column("last_failed_event", Text),
+    Column("opened_at", Double),
+    Column("error_code", Text),
+    Column("probes", Integer, nullable=False),
+    Column("probe_at", Double),
+    Column("probe_token", Text),
+    Column("held_until", Double),
+    Column("closed_at", Double),
+    Column("ramp_claimed", Integer, nullable=False),
+    PrimaryKeyConstraint("topic", name="pk_outbox_topic"),
+    CheckConstraint(
+        "(paused_at IS NOT NULL) = (pause_reason IS NOT NULL) AND (opened_at IS NOT NULL) = (probe_at IS NOT NULL)"
+        " AND failures >= 0 AND probes >= 0 AND ramp_claimed >= 0",
+        name="ck_outbox_topic_state",
+    ),
+)
+
+#: Attempts that failed, and nothing of those that succeeded. Deleted with their event.
+outbox_attempt = Table(
+    ATTEMPT_TABLE,
+    metadata,
+    Column("id", BigInteger().with_variant(Integer, "sqlite"), Identity(always=False), primary_key=True),
+    Column("event_row", BigInteger().with_variant(Integer, "sqlite"), nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("ended_at", Double, nullable=False),
+    Column("seconds", Double),
+    Column("error_code", Text, nullable=False),
+    Column("arrival", Text, nullable=False),
+    Column("http_status", Integer),
+    Column("detail_hash", Text),
+    CheckConstraint(
+        "arrival = 'unsent' OR arrival = 'unknown' OR arrival = 'refused'", name="ck_outbox_attempt_arrival"
+    ),
+    Index("ix_outbox_attempt_event_row", "event_row", "id"),
+)
+
 
 def _partial(name: str, *columns: str, where: str, unique: bool = False) -> Index:
     predicate = text(where)
@@ -146,6 +194,7 @@ _partial("ix_outbox_event_due", "topic", "next_attempt_at", "id", where=DUE)
 _partial("ix_outbox_event_lease", "lease_expires_at", where=LEASED)
 _partial("uq_outbox_event_ordering_head", "topic", "ordering_key", where=ORDERING_HEAD, unique=True)
 _partial("ix_outbox_event_waiting", "topic", "ordering_key", "id", where=WAITING)
+_partial("ix_outbox_event_failed_head", "topic", "ordering_key", where=FAILED_HEAD)
 # For health and for purge: without them both would walk the whole table.
 _partial("ix_outbox_event_retry_wait", "next_attempt_at", where=RETRY_WAIT)
 _partial("ix_outbox_event_succeeded", "updated_at", where=SUCCEEDED)

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
+import random
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final, NamedTuple, TypeVar
@@ -18,6 +21,7 @@ from sqlalchemy.orm import Session, scoped_session
 from sqlalchemy.pool import Pool
 
 from outbox import schema
+from outbox.breaker import TopicState, spares
 from outbox.contracts.base import Contract, DeliveryFailed, Destination
 from outbox.dialects import dialect_for
 from outbox.dialects.base import Change, Count, NewEvent, Watch, event, fence, lease_end, of_topic
@@ -30,11 +34,12 @@ from outbox.errors import (
     NotFoundError,
     SchemaError,
 )
-from outbox.policy import RetryPolicy
+from outbox.policy import BreakerPolicy, RetryPolicy
 from outbox.records import (
     STATUSES,
     Claim,
     EventStatus,
+    FailedAttempt,
     Failure,
     Health,
     Outcome,
@@ -43,6 +48,7 @@ from outbox.records import (
     Settled,
     Status,
     Success,
+    TopicStatus,
     check_attempt,
     check_claim,
 )
@@ -53,6 +59,7 @@ from outbox.values import (
     MAX_LEASE_SECONDS,
     check_error,
     check_int,
+    check_label,
     check_now,
     check_seconds,
     check_token,
@@ -70,6 +77,11 @@ RECOVERY_LIMIT: Final = 1000
 #: Rows that one statement looks up, and that deep health holds at once.
 CHUNK_ROWS: Final = 500
 DEEP_ROWS: Final = 50
+#: Failed attempts that ``status`` shows.
+SHOWN_ATTEMPTS: Final = 50
+#: Ordering keys that one claim looks at for events left waiting behind nobody, and how often at least, in seconds.
+SWEPT_KEYS: Final = 500
+SWEEP_SECONDS: Final = 1.0
 
 T = TypeVar("T")
 
@@ -82,6 +94,16 @@ class _Transaction(NamedTuple):
     connection: Connection
     now: float
     expired: bool
+    topics: Mapping[str, TopicState]
+
+
+class _Line(NamedTuple):
+    """One claim to be settled: its result, where there is one, and the change once the time is known and whether the
+    attempt is spared."""
+
+    claim: Claim
+    result: Result | None
+    change: Callable[[float, bool], Change]
 
 
 class Outbox:
@@ -90,7 +112,8 @@ class Outbox:
     Args:
         engine: the host's engine. Its pool is shared; its settings and its open transactions are left alone.
         contracts: one contract per topic.
-        retry: when failed attempts are made again.
+        retry: when failed attempts are made again: one policy for all topics, or a mapping from topics to theirs.
+        breaker: when a topic whose destination is down is left alone.
 
     ``now``, wherever it can be given, is UTC epoch seconds. Without it the time is the database's on PostgreSQL, so
     that all hosts share one clock, and the machine's on SQLite.
@@ -104,14 +127,24 @@ class Outbox:
         DatabaseError: ``dispatch.database_unsupported``.
     """
 
-    def __init__(self, engine: Engine, contracts: Iterable[Contract], retry: RetryPolicy | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        contracts: Iterable[Contract],
+        retry: RetryPolicy | Mapping[str, RetryPolicy] | None = None,
+        breaker: BreakerPolicy | None = None,
+    ) -> None:
         if not isinstance(engine, Engine):
             raise InputError("dispatch.connection_invalid", expected="a SQLAlchemy Engine", found=describe(engine))
-        if retry is not None and not isinstance(retry, RetryPolicy):
-            raise InputError("dispatch.policy_invalid", expected="a RetryPolicy", found=describe(retry))
+        if breaker is not None and not isinstance(breaker, BreakerPolicy):
+            raise InputError("dispatch.policy_invalid", expected="a BreakerPolicy", found=describe(breaker))
         self.engine = engine
-        self.retry_policy = retry or RetryPolicy()
+        self.breaker_policy = breaker or BreakerPolicy()
         self._contracts = _by_topic(contracts)
+        self._retry = _policies(retry, self._contracts)
+        self._topics: Mapping[str, TopicState] = {}
+        self._seen_at = 0.0
+        self._keys = _Keys()
         self._dialect = dialect_for(engine.dialect.name)
         self._own = _OwnEngine(engine)
         self._generation: tuple[Any, ...] | None = None
@@ -134,19 +167,28 @@ class Outbox:
         connection: HostConnection | None = None,
         topic: str | None = None,
         max_attempts: int = 5,
+        ordering_key: str | None = None,
         now: float | None = None,
     ) -> EventStatus:
         """Enqueue one event, in the host's open transaction when its ``connection`` is given.
 
-        Joining never commits, rolls back or closes what it joins. Idempotent: the same id, payload and
-        ``max_attempts`` again returns the event as it stands, whatever its state.
+        Joining never commits, rolls back or closes what it joins. Idempotent: the same id, payload, ``max_attempts``
+        and ordering key again returns the event as it stands, whatever its state.
+
+        Args:
+            ordering_key: events of one key in one topic are delivered one after another, in the order enqueued. 1 to
+                256 printable characters; None for the contract's own key, which by default is none. Producers of the
+                same key wait for each other's transactions on PostgreSQL, as all writers do on SQLite.
 
         Raises:
             InputError: ``dispatch.change_invalid``, ``dispatch.max_attempts_invalid``, ``dispatch.time_invalid``,
-                ``dispatch.topic_unknown``, ``dispatch.connection_invalid``, ``dispatch.transaction_required``.
+                ``dispatch.topic_unknown``, ``dispatch.connection_invalid``, ``dispatch.transaction_required``,
+                ``dispatch.ordering_key_invalid``.
             CollisionError: ``dispatch.idempotency_collision``.
         """
-        return self.enqueue_many([event], connection=connection, topic=topic, max_attempts=max_attempts, now=now)[0]
+        return self.enqueue_many(
+            [event], connection=connection, topic=topic, max_attempts=max_attempts, ordering_key=ordering_key, now=now
+        )[0]
 
     def enqueue_many(
         self,
@@ -155,6 +197,7 @@ class Outbox:
         connection: HostConnection | None = None,
         topic: str | None = None,
         max_attempts: int = 5,
+        ordering_key: str | None = None,
         now: float | None = None,
     ) -> list[EventStatus]:
         """Enqueue events in the order given, all or none, by the rules of :meth:`enqueue`.
@@ -165,7 +208,7 @@ class Outbox:
         contract = self._contract(topic)
         now = check_now(now)
         check_int(max_attempts, code="dispatch.max_attempts_invalid", lowest=1, highest=MAX_ATTEMPTS)
-        rows = [_new_event(contract, each, max_attempts) for each in events]
+        rows = [_new_event(contract, each, max_attempts, ordering_key) for each in events]
         distinct = _distinct(rows)
         if not rows:
             return []
@@ -198,7 +241,9 @@ class Outbox:
         it is released, and everywhere it would cost two more statements per enqueue.
         """
         pending, found, inserted = dict(rows), dict[str, EventStatus](), list[int]()
-        moment = now
+        moment, keyed = now, [row for row in rows.values() if row.ordering_key is not None]
+        if keyed:
+            self._dialect.hold_keys(connection, keyed[0].topic, list({str(row.ordering_key): None for row in keyed}))
         while pending:  # more than once only if a purge deletes a row between the two statements
             for new in self._dialect.insert(connection, list(pending.values()), now):
                 inserted.append(new.id)
@@ -211,7 +256,18 @@ class Outbox:
                 if moment is None and row.status == "leased":  # whether the lease has ended is the clock's to say
                     moment = self._dialect.clock(connection)
                 found[row.event_id] = _event_status(row, moment)
+        if keyed:
+            self._queue_up(connection, keyed, found)
         return found
+
+    def _queue_up(self, connection: Connection, keyed: Sequence[NewEvent], found: dict[str, EventStatus]) -> None:
+        """Make those events that are the first of their ordering keys due."""
+        topic, waiting = keyed[0].topic, [row for row in keyed if found[row.event_id].status == "waiting"]
+        if waiting:
+            keys = list({str(row.ordering_key): None for row in waiting})
+            now, passes = found[waiting[0].event_id].created_at, not self._contracts[topic].hold_on_failure
+            self._dialect.promote(connection, topic, keys, now, passes=passes)
+            found.update((row.event_id, _event_status(row, now)) for row in self._existing(connection, waiting))
 
     @staticmethod
     def _existing(connection: Connection, rows: Iterable[NewEvent | Claim]) -> Iterator[Any]:
@@ -282,7 +338,10 @@ class Outbox:
             InputError: ``dispatch.topic_unknown``, ``dispatch.time_invalid``.
         """
         contract = self._contract(topic)
-        with self._transaction(check_now(now), write=False) as (connection, moment, _):
+        with self._transaction(check_now(now), write=False) as (connection, moment, _, topics):
+            state = topics.get(contract.topic)
+            if state is not None and not state.allowance(moment, 1, self.breaker_policy):
+                return False
             return self._dialect.ready(connection, contract.topic, moment)
 
     def watch(self) -> Watch:
@@ -297,7 +356,7 @@ class Outbox:
         """
         contract = self._contract(topic)
         check_token(worker_id, code="dispatch.worker_invalid", longest=128)
-        with self._transaction(None, write=True) as (connection, now, _):
+        with self._transaction(None, write=True) as (connection, now, _, _):
             self._dialect.announce(connection, worker_id, contract.topic, now + seconds, now)
 
     def withdraw(self, worker_id: str) -> None:
@@ -307,7 +366,7 @@ class Outbox:
             InputError: ``dispatch.worker_invalid``.
         """
         check_token(worker_id, code="dispatch.worker_invalid", longest=128)
-        with self._transaction(None, write=True) as (connection, _, _):
+        with self._transaction(None, write=True) as (connection, _, _, _):
             self._dialect.withdraw(connection, worker_id)
 
     def _claim(
@@ -319,12 +378,11 @@ class Outbox:
         check_token(worker_id, code="dispatch.worker_invalid", longest=128)
         seconds = check_seconds(lease_seconds, code="dispatch.lease_invalid", longest=MAX_LEASE_SECONDS)
         now = check_now(now)
-        with self._transaction(now, write=True) as (connection, moment, expired):
-            if expired:
-                self._recover(connection, moment)
-            claims = self._dialect.lease(
-                connection, contract.topic, worker_id, lease_end(moment, seconds), moment, limit, floor
-            )
+        with self._transaction(now, write=True) as transaction:
+            if transaction.expired:
+                self._recover(transaction)
+            claims = self._lease(transaction, contract, worker_id, seconds, limit, floor)
+        moment = transaction.now
         good, bad = list[Claim](), list[Claim]()
         for claim in claims:
             (good if _proves_itself(contract, claim) else bad).append(claim)
@@ -333,9 +391,78 @@ class Outbox:
             self._apply([Change(claim, "failed", claim.attempt, error_code=code) for claim in bad], moment)
         return good, bad
 
-    def _recover(self, connection: Connection, now: float) -> None:
-        for row in self._dialect.recover(connection, now, RECOVERY_LIMIT):
+    def _lease(
+        self,
+        transaction: _Transaction,
+        contract: Contract,
+        worker_id: str,
+        seconds: float,
+        limit: int,
+        floor: float,
+    ) -> list[Claim]:
+        """As many due events as the topic's breaker admits."""
+        connection, now, _, _ = transaction
+        state, limit = self._admit(transaction, contract.topic, limit)
+        expires_at = lease_end(now, seconds)
+
+        def lease(room: int) -> list[Claim]:
+            if room <= 0:
+                return []
+            return self._dialect.lease(connection, contract.topic, worker_id, expires_at, now, room, floor)
+
+        claims = lease(limit)
+        if self._keys.due(contract.topic, idle=len(claims) < limit) and self._advance(connection, contract, now):
+            claims += lease(limit - len(claims))
+        if state is not None and (after := state.claimed(claims, now, self.breaker_policy)) != state:
+            self._dialect.write_topic(connection, after)
+        return claims
+
+    def _admit(self, transaction: _Transaction, topic: str, limit: int) -> tuple[TopicState | None, int]:
+        """How many events the topic's breaker lets be claimed, and its state where that has to be counted."""
+        connection, now, _, topics = transaction
+        state = topics.get(topic)
+        if state is None or state.gate(now, self.breaker_policy) == "closed":
+            return None, limit
+        if not state.allowance(now, limit, self.breaker_policy):
+            return None, 0
+        state = self._dialect.lock_topic(connection, topic)  # one probe at a time, whoever else asks
+        return state, state.allowance(now, limit, self.breaker_policy)
+
+    def _recover(self, transaction: _Transaction) -> None:
+        connection, now, _, _ = transaction
+        rows = self._dialect.recover(connection, now, RECOVERY_LIMIT)
+        for row in rows:
             logger.warning("lease expired on event %s of %s: now %s", row.event_id, row.topic, row.status)
+        lost = [
+            (row.id, FailedAttempt(row.attempts, now, None, "lease_expired", "unknown", None, None)) for row in rows
+        ]
+        if lost:
+            self._dialect.record(connection, lost)
+
+    # -- ordering keys ----------------------------------------------------------------------------------------------
+
+    def _advance(self, connection: Connection, contract: Contract, now: float) -> int:
+        """Make waiting events due whose key has no head; return how many.
+
+        Whoever ends a head promotes the next. That fails where a producer holds the key at that moment: its event may
+        not be visible yet, and waiting for it is not for a worker. So the key is remembered and tried again here. And
+        where whoever should have done so is gone, a walk over all keys, a portion each time, finds it.
+        """
+        topic, passes = contract.topic, not contract.hold_on_failure
+        after = self._keys.next_after(topic)
+        rows = self._dialect.waiting_keys(connection, topic, after, SWEPT_KEYS)
+        self._keys.walked(topic, rows[-1][0] if len(rows) == SWEPT_KEYS else "")
+        stranded = [key for key, head, failed in rows if not head and (passes or not failed)]
+        keys = {**dict.fromkeys(stranded), **dict.fromkeys(self._keys.take(topic))}
+        return self._promote(connection, contract, list(keys), now)
+
+    def _promote(self, connection: Connection, contract: Contract, keys: Sequence[str], now: float) -> int:
+        if not keys:
+            return 0
+        free = self._dialect.free_keys(connection, contract.topic, keys)
+        self._keys.remember(contract.topic, set(keys) - set(free))
+        passes = not contract.hold_on_failure
+        return self._dialect.promote(connection, contract.topic, free, now, passes=passes) if free else 0
 
     # -- settle -----------------------------------------------------------------------------------------------------
 
@@ -349,7 +476,7 @@ class Outbox:
         """
         contract = self._contract(check_claim(claim).topic)
         receipt = contract.receipt(claim.event_id, response)
-        return self._settle_one(lambda _: _succeeded(claim, receipt), claim, now)
+        return self._settle_one(_success_line(Success(claim, response), receipt), now)
 
     def retry(
         self,
@@ -371,27 +498,31 @@ class Outbox:
             ClaimLostError: as :meth:`complete`.
         """
         failure = Failure(check_claim(claim), error_code, True, retry_after, detail_hash)
-        return self._settle_one(self._changer(failure), claim, now)
+        return self._settle_one(self._line(failure), now)
 
     def fail(
         self, claim: Claim, error_code: str, *, detail_hash: str | None = None, now: float | None = None
     ) -> Outcome:
         """Record a failure that no other attempt can mend. Raises as :meth:`retry`."""
         failure = Failure(check_claim(claim), error_code, retryable=False, detail_hash=detail_hash)
-        return self._settle_one(self._changer(failure), claim, now)
+        return self._settle_one(self._line(failure), now)
 
-    def settle(self, results: Iterable[Result], *, now: float | None = None) -> list[Settled]:
+    def settle(self, results: Iterable[Result], *, jitter: bool = False, now: float | None = None) -> list[Settled]:
         """Record many results in one transaction, each fenced on its own.
 
         A response that its contract refuses fails that event with ``dispatch.response_invalid``. A lost claim is
-        reported in its line and spoils no other.
+        reported in its line and spoils no other. Failures that speak of the destination (``outage``) count towards the
+        topic's breaker; while that is open they cost their events no attempt.
+
+        Args:
+            jitter: spread retries as the topic's policy says, instead of doubling exactly.
 
         Raises:
             InputError: ``dispatch.claim_invalid``, ``dispatch.error_invalid``, ``dispatch.time_invalid``; nothing
                 was changed.
         """
-        changers = [self._changer(result) for result in results]
-        return self._apply_all(changers, check_now(now))
+        lines = [self._line(result, jitter=jitter) for result in results]
+        return self._apply_all(lines, check_now(now))
 
     def renew(self, claims: Iterable[Claim], *, lease_seconds: float = 600, now: float | None = None) -> list[Claim]:
         """Make the leases of live claims end ``lease_seconds`` from now.
@@ -407,7 +538,7 @@ class Outbox:
         now = check_now(now)
         if not wanted:
             return []
-        with self._transaction(now, write=True) as (connection, moment, _):
+        with self._transaction(now, write=True) as (connection, moment, _, _):
             expires_at = lease_end(moment, seconds)
             live = _in_turn(
                 wanted,
@@ -424,8 +555,8 @@ class Outbox:
         changes = [_released(check_claim(claim)) for claim in claims]
         return self._apply(changes, check_now(now))
 
-    def _changer(self, result: Result) -> Callable[[float], Change]:
-        """The change a result leads to, once the time is known. Everything that can be refused is refused here."""
+    def _line(self, result: Result, *, jitter: bool = False) -> _Line:
+        """The line a result leads to. Everything that can be refused is refused here."""
         if isinstance(result, Success):
             claim = check_claim(result.claim)
             try:
@@ -433,41 +564,106 @@ class Outbox:
             except InputError as error:
                 if error.code != "dispatch.response_invalid":
                     raise
-                return self._changer(Failure(claim, error.code, retryable=False))
-            return lambda _: _succeeded(claim, receipt)
+                return self._line(Failure(claim, error.code, retryable=False))
+            return _success_line(result, receipt)
         if not isinstance(result, Failure):
             raise InputError("dispatch.claim_invalid", expected="a Success or a Failure", found=describe(result))
         check_claim(result.claim)
         _check_failure(result)
-        return lambda now: _failed(result, self.retry_policy, now)
+        policy = self._retry[self._contract(result.claim.topic).topic]
+        luck = random.random() if jitter else None  # noqa: S311 - no secret
+        return _Line(result.claim, result, lambda now, spared: _failed(result, policy, now, luck, spared=spared))
 
-    def _settle_one(self, changer: Callable[[float], Change], claim: Claim, now: float | None) -> Outcome:
-        (settled,) = self._apply_all([changer], check_now(now))
+    def _settle_one(self, line: _Line, now: float | None) -> Outcome:
+        (settled,) = self._apply_all([line], check_now(now))
         if settled.outcome is None:
             assert settled.error_code is not None
-            raise ClaimLostError(settled.error_code, event_id=claim.event_id)
+            raise ClaimLostError(settled.error_code, event_id=line.claim.event_id)
         return settled.outcome
 
     def _apply(self, changes: Sequence[Change], now: float | None) -> list[Settled]:
         return self._apply_all([_constant(change) for change in changes], now)
 
-    def _apply_all(self, changers: Sequence[Callable[[float], Change]], now: float | None) -> list[Settled]:
-        if not changers:
+    def _apply_all(self, lines: Sequence[_Line], now: float | None) -> list[Settled]:
+        if not lines:
             return []
-        with self._transaction(now, write=True) as (connection, moment, _):
-            changes = [changer(moment) for changer in changers]
+        with self._transaction(now, write=True) as transaction:
+            connection, moment, _, _ = transaction
+            changes = self._decide(lines, transaction)
             claims = [change.claim for change in changes]
             won = _in_turn(
                 claims, lambda turn: self._dialect.settle(connection, [changes[index] for index in turn], moment)
             )
             lost = [claim for index, claim in enumerate(claims) if index not in won]
             reasons = self._reasons(connection, lost, moment) if lost else {}
+            settled = [(lines[index], changes[index]) for index in sorted(won)]
+            self._record_attempts(connection, settled, moment)
+            self._note_topics(transaction, [line for line, _ in settled])
+            self._let_next_pass(connection, [change for _, change in settled], moment)
         return [
             Settled(change.claim, True, _outcome_of(change), None)
             if index in won
             else Settled(change.claim, False, None, reasons[fence(change.claim)])
             for index, change in enumerate(changes)
         ]
+
+    def _decide(self, lines: Sequence[_Line], transaction: _Transaction) -> list[Change]:
+        """What each line writes. A failure that opens its topic, or finds it open, is spared."""
+        states, changes = dict(transaction.topics), list[Change]()
+        for claim, result, change in lines:
+            spared = False
+            if result is not None:
+                state = states.get(claim.topic) or TopicState(claim.topic)
+                states[claim.topic] = state = state.after(result, transaction.now, self.breaker_policy)
+                spared = spares(state, result)
+            changes.append(change(transaction.now, spared))
+        return changes
+
+    def _record_attempts(self, connection: Connection, settled: Iterable[tuple[_Line, Change]], now: float) -> None:
+        failed = [
+            (claim.id, FailedAttempt(
+                claim.attempt, now, result.seconds, result.error_code, result.arrival, result.http_status,
+                result.detail_hash,
+            ))
+            for (claim, result, _), change in settled
+            if isinstance(result, Failure) and change.attempts == claim.attempt
+        ]  # fmt: skip
+        if failed:
+            self._dialect.record(connection, failed)
+
+    def _note_topics(self, transaction: _Transaction, lines: Sequence[_Line]) -> None:
+        """Carry the results over to their topics' rows, where they change anything."""
+        connection, now, _, topics = transaction
+        for topic in sorted({line.claim.topic for line in lines}):
+            ours = [line for line in lines if line.claim.topic == topic]
+            before = topics.get(topic) or TopicState(topic)
+            if self._topic_after(before, ours, now) != before:
+                locked = self._dialect.lock_topic(connection, topic)  # as it is now, and not when the pulse was taken
+                after = self._topic_after(locked, ours, now)
+                self._dialect.write_topic(connection, after)
+                _tell(locked, after)
+
+    def _topic_after(self, state: TopicState, lines: Iterable[_Line], now: float) -> TopicState:
+        unsent = set[str]()
+        for claim, result, _ in lines:
+            if result is None:
+                unsent.add(claim.lease_token)
+            else:
+                state = state.after(result, now, self.breaker_policy)
+        return state.released(unsent, now)
+
+    def _let_next_pass(self, connection: Connection, changes: Iterable[Change], now: float) -> None:
+        """Make the events due that stood behind those that have ended."""
+        ended: dict[str, dict[str, None]] = {}
+        for change in changes:
+            claim = change.claim
+            if claim.ordering_key is not None and (
+                change.status == "succeeded"
+                or (change.status == "failed" and not self._contract(claim.topic).hold_on_failure)
+            ):
+                ended.setdefault(claim.topic, {})[claim.ordering_key] = None
+        for topic, keys in sorted(ended.items()):
+            self._promote(connection, self._contract(topic), list(keys), now)
 
     @classmethod
     def _reasons(cls, connection: Connection, claims: Sequence[Claim], now: float) -> dict[tuple[Any, ...], str]:
@@ -499,7 +695,7 @@ class Outbox:
         claim = self.claim(worker_id, topic=topic, lease_seconds=lease_seconds, now=now)
         if claim is None:
             return None
-        return self._settle_one(self._changer(deliver(destination, claim)), claim, now)
+        return self._settle_one(self._line(deliver(destination, claim)), now)
 
     # -- operate ----------------------------------------------------------------------------------------------------
 
@@ -513,11 +709,12 @@ class Outbox:
         """
         contract = self._contract(topic)
         check_token(event_id, code="dispatch.event_invalid")
-        with self._transaction(check_now(now), write=False) as (connection, moment, _):
+        with self._transaction(check_now(now), write=False) as (connection, moment, _, _):
             row = self._find(connection, contract, event_id, event.c)
+            failures = self._dialect.attempts(connection, row.id, SHOWN_ATTEMPTS)
         check_row(row)
         check_payload(row, contract)
-        return _event_status(row, moment)
+        return _event_status(row, moment, failures)
 
     @staticmethod
     def _find(
@@ -564,7 +761,7 @@ class Outbox:
             last = rows[-1].id
 
     def _glance(self, transaction: _Transaction) -> Health:
-        connection, now, _ = transaction
+        connection, now, _, topics = transaction
         counted = {name: self._dialect.count(connection, where) for name, where in schema.COUNTED.items()}
         due = self._dialect.count(connection, schema.DUE, now)
         waiting_for_retry, unsettled = counted["retry_wait"], counted.pop("due")
@@ -583,10 +780,16 @@ class Outbox:
             failed=failed,
             oldest_due_age=None if oldest is None else now - oldest,
             approximate=tuple(status for status in STATUSES if not counted[status].exact),
+            topics={
+                topic: (topics.get(topic) or TopicState(topic)).status(now, self.breaker_policy)
+                for topic in sorted({*topics, *self._contracts})
+            },
         )
 
     def redrive(self, event_id: str, *, topic: str | None = None, now: float | None = None) -> EventStatus:
         """Make a failed event due again with all its attempts, once its cause has been mended.
+
+        One with an ordering key takes its old place: before all later ones of its key that have not ended.
 
         Raises:
             InputError: ``dispatch.event_invalid``, ``dispatch.topic_unknown``, ``dispatch.time_invalid``,
@@ -595,9 +798,10 @@ class Outbox:
         """
         contract = self._contract(topic)
         check_token(event_id, code="dispatch.event_invalid")
-        with self._transaction(check_now(now), write=True) as (connection, moment, _):
+        with self._transaction(check_now(now), write=True) as (connection, moment, _, _):
             condition = (event.c.topic == contract.topic) & (event.c.event_id == event_id)
             redriven = self._dialect.redrive(connection, condition, moment)
+            self._promote(connection, contract, [key for key in redriven if key is not None], moment)
             row = self._find(connection, contract, event_id)
             if not redriven:
                 failed = "a failed one that was created after now or is being changed"
@@ -622,13 +826,77 @@ class Outbox:
             InputError: ``dispatch.topic_unknown``, ``dispatch.error_invalid``, ``dispatch.limit_invalid``,
                 ``dispatch.time_invalid``.
         """
-        condition = of_topic(self._contract(topic).topic)
+        contract = self._contract(topic)
+        condition = of_topic(contract.topic)
         check_int(limit, code="dispatch.limit_invalid", lowest=1, highest=MAX_BATCH)
         if error_code is not None:
             check_error(error_code, None)
             condition &= event.c.last_error_code == error_code
-        with self._transaction(check_now(now), write=True) as (connection, moment, _):
-            return self._dialect.redrive(connection, condition, moment, limit)
+        with self._transaction(check_now(now), write=True) as (connection, moment, _, _):
+            redriven = self._dialect.redrive(connection, condition, moment, limit)
+            keys = {key: None for key in redriven if key is not None}
+            self._promote(connection, contract, list(keys), moment)
+        return len(redriven)
+
+    def discard(self, event_id: str, *, topic: str | None = None, now: float | None = None) -> EventStatus:
+        """Give a failed event up: it stays failed, as ``discarded``, and no longer holds its ordering key.
+
+        Raises:
+            InputError: ``dispatch.event_invalid``, ``dispatch.topic_unknown``, ``dispatch.time_invalid``,
+                ``dispatch.discard_invalid``: the event has not failed.
+            NotFoundError: ``dispatch.event_missing``.
+        """
+        contract = self._contract(topic)
+        check_token(event_id, code="dispatch.event_invalid")
+        with self._transaction(check_now(now), write=True) as (connection, moment, _, _):
+            row = self._find(connection, contract, event_id)
+            if not self._dialect.discard(connection, row.id, moment):
+                found = "one that was changed after now" if row.status == "failed" else row.status
+                raise InputError("dispatch.discard_invalid", event_id=event_id, found=found)
+            self._promote(connection, contract, [] if row.ordering_key is None else [row.ordering_key], moment)
+            row = self._find(connection, contract, event_id)
+        return _event_status(row, moment)
+
+    def pause(self, topic: str | None = None, *, reason: str, now: float | None = None) -> TopicStatus:
+        """Let nothing of a topic be claimed until it is resumed. What is in flight ends as it may.
+
+        Args:
+            reason: why, for people; 1 to 256 printable characters.
+
+        Raises:
+            InputError: ``dispatch.topic_unknown``, ``dispatch.reason_invalid``, ``dispatch.time_invalid``.
+        """
+        check_label(reason, code="dispatch.reason_invalid")
+        return self._change_topic(topic, now, lambda state, moment: state.paused(reason, moment))
+
+    def resume(self, topic: str | None = None, *, now: float | None = None) -> TopicStatus:
+        """End a pause. If the topic's breaker is open, let a probe be sent at once.
+
+        Raises:
+            InputError: ``dispatch.topic_unknown``, ``dispatch.time_invalid``.
+        """
+        return self._change_topic(topic, now, lambda state, moment: state.resumed(moment))
+
+    def _change_topic(
+        self, topic: str | None, now: float | None, change: Callable[[TopicState, float], TopicState]
+    ) -> TopicStatus:
+        name = self._contract(topic).topic
+        with self._transaction(check_now(now), write=True) as (connection, moment, _, _):
+            before = self._dialect.lock_topic(connection, name)
+            after = change(before, moment)
+            self._dialect.write_topic(connection, after)
+        _tell(before, after)
+        return after.status(moment, self.breaker_policy)
+
+    def gate(self, topic: str) -> TopicStatus:
+        """How a topic's destination fared when this outbox last had a look; costs nothing.
+
+        Raises:
+            InputError: ``dispatch.topic_unknown``.
+        """
+        name = self._contract(topic).topic
+        state, seen_at = self._topics.get(name), self._seen_at
+        return (state or TopicState(name)).status(seen_at, self.breaker_policy)
 
     def purge(
         self,
@@ -652,7 +920,7 @@ class Outbox:
         contract = None if topic is None else self._contract(topic)
         check_int(limit, code="dispatch.limit_invalid", lowest=1, highest=MAX_BATCH)
         deleted = 0
-        with self._transaction(check_now(now), write=True) as (connection, moment, _):
+        with self._transaction(check_now(now), write=True) as (connection, moment, _, _):
             for settled in (schema.SUCCEEDED, schema.FAILED)[: 1 + bool(include_failed)]:
                 conditions: list[Any] = [schema.predicate(settled), event.c.updated_at <= moment - age]
                 if contract is not None:
@@ -667,7 +935,7 @@ class Outbox:
         Returns:
             One sentence about a setting that should be otherwise, or None.
         """
-        with self._transaction(None, write=False) as (connection, _, _):
+        with self._transaction(None, write=False) as (connection, _, _, _):
             return self._dialect.advice(connection)
 
     # -- connections ------------------------------------------------------------------------------------------------
@@ -681,7 +949,8 @@ class Outbox:
                 if pulse.generation != self._generation:
                     check_schema(connection)
                     self._generation = pulse.generation
-                yield _Transaction(connection, pulse.now, pulse.expired)
+                self._topics, self._seen_at = pulse.topics, pulse.now
+                yield _Transaction(connection, pulse.now, pulse.expired, pulse.topics)
         except SchemaError:
             self._explain_schema()
             raise
@@ -779,20 +1048,22 @@ def deliver(destination: Destination, claim: Claim) -> Result:
 
     Of an exception it does not declare only the hash of its text is kept: the text may quote anything.
     """
+    began = time.monotonic()
     try:
         return Success(claim, destination.deliver(claim))
     except Exception as error:  # noqa: BLE001 - a host's code may raise anything, and the event must end somewhere
-        return _declared(claim, error) or _undeclared(claim, error)
+        seconds = time.monotonic() - began
+        return _declared(claim, error, seconds) or _undeclared(claim, error, seconds)
 
 
-def _declared(claim: Claim, error: Exception) -> Failure | None:
+def _declared(claim: Claim, error: Exception, seconds: float) -> Failure | None:
     """The failure that an exception declares; None too if a host's subclass has left it malformed."""
     if not isinstance(error, DeliveryFailed):
         return None
     try:
         failure = Failure(
             claim, error.code, bool(error.retryable), error.retry_after, error.detail_hash,
-            error.arrival, error.http_status, bool(error.outage), bool(error.gone),
+            error.arrival, error.http_status, bool(error.outage), bool(error.gone), seconds,
         )  # fmt: skip
         _check_failure(failure)
     except (AttributeError, InputError):
@@ -800,13 +1071,13 @@ def _declared(claim: Claim, error: Exception) -> Failure | None:
     return failure
 
 
-def _undeclared(claim: Claim, error: Exception) -> Failure:
+def _undeclared(claim: Claim, error: Exception, seconds: float) -> Failure:
     logger.error("destination raised %s on event %s", type(error).__name__, claim.event_id)
     try:
         said = repr(error).encode("utf-8", "backslashreplace").decode("utf-8")
     except Exception:  # noqa: BLE001 - neither must an exception that cannot even be shown stop us
         said = type(error).__name__
-    return Failure(claim, "dispatch.client_failure", retryable=False, detail_hash=sha256_hex(said))
+    return Failure(claim, "dispatch.client_failure", retryable=False, detail_hash=sha256_hex(said), seconds=seconds)
 
 
 # -- decisions, without I/O --------------------------------------------------------------------------------------------
@@ -828,6 +1099,17 @@ def _by_topic(contracts: Iterable[Contract]) -> dict[str, Contract]:
     return found
 
 
+def _policies(retry: Any, contracts: Iterable[str]) -> dict[str, RetryPolicy]:
+    given = retry if isinstance(retry, Mapping) else dict.fromkeys(contracts, retry or RetryPolicy())
+    unknown = set(given) - set(contracts)
+    if unknown:
+        raise InputError("dispatch.topic_unknown", expected=f"policies for any of: {', '.join(contracts)}")
+    for policy in given.values():
+        if not isinstance(policy, RetryPolicy):
+            raise InputError("dispatch.policy_invalid", expected="a RetryPolicy", found=describe(policy))
+    return {topic: given.get(topic) or RetryPolicy() for topic in contracts}
+
+
 def _connection_of(host: Any) -> Connection:
     if isinstance(host, Session | scoped_session):
         host = host.connection()
@@ -838,9 +1120,12 @@ def _connection_of(host: Any) -> Connection:
     return host
 
 
-def _new_event(contract: Contract, value: Any, max_attempts: int) -> NewEvent:
+def _new_event(contract: Contract, value: Any, max_attempts: int, ordering_key: str | None) -> NewEvent:
     encoded = contract.encode(value)
-    return NewEvent(contract.topic, encoded.event_id, encoded.payload, encoded.payload_sha256, None, None, max_attempts)
+    key = encoded.ordering_key if ordering_key is None else ordering_key
+    if key is not None:
+        key = check_label(key, code="dispatch.ordering_key_invalid")
+    return NewEvent(contract.topic, encoded.event_id, encoded.payload, encoded.payload_sha256, key, None, max_attempts)
 
 
 def _distinct(rows: Iterable[NewEvent]) -> dict[str, NewEvent]:
@@ -857,7 +1142,8 @@ def _distinct(rows: Iterable[NewEvent]) -> dict[str, NewEvent]:
 
 
 def _differs(row: Any, wanted: NewEvent) -> bool:
-    return bool(row.payload_sha256 != wanted.payload_sha256 or row.max_attempts != wanted.max_attempts)
+    found = (row.payload_sha256, row.max_attempts, row.ordering_key)
+    return bool(found != (wanted.payload_sha256, wanted.max_attempts, wanted.ordering_key))
 
 
 def _fresh_status(row: NewEvent, created_at: float) -> EventStatus:
@@ -865,7 +1151,7 @@ def _fresh_status(row: NewEvent, created_at: float) -> EventStatus:
         topic=row.topic,
         event_id=row.event_id,
         payload_sha256=row.payload_sha256,
-        status="pending",
+        status=row.status,
         attempts=0,
         max_attempts=row.max_attempts,
         next_attempt_at=created_at,
@@ -882,11 +1168,12 @@ def _fresh_status(row: NewEvent, created_at: float) -> EventStatus:
     )
 
 
-def _event_status(row: Any, now: float | None) -> EventStatus:
-    names = set(EventStatus.__dataclass_fields__) - {"receipt", "lease_expired"}
+def _event_status(row: Any, now: float | None, failures: tuple[FailedAttempt, ...] = ()) -> EventStatus:
+    names = set(EventStatus.__dataclass_fields__) - {"receipt", "lease_expired", "failures"}
     receipt = None if row.receipt is None else parse_canonical(row.receipt, code="dispatch.state_invalid")
     expired = row.status == "leased" and now is not None and row.lease_expires_at <= now
-    return EventStatus(**{name: getattr(row, name) for name in names}, receipt=receipt, lease_expired=expired)
+    known = {name: getattr(row, name) for name in names}
+    return EventStatus(**known, receipt=receipt, lease_expired=expired, failures=failures)
 
 
 def _proves_itself(contract: Contract, claim: Claim) -> bool:
@@ -920,19 +1207,24 @@ def _check_failure(failure: Failure) -> None:
     check_attempt(failure.arrival, failure.http_status, failure.seconds)
 
 
-def _constant(change: Change) -> Callable[[float], Change]:
-    return lambda _: change
+def _constant(change: Change) -> _Line:
+    return _Line(change.claim, None, lambda _now, _spared: change)
 
 
-def _succeeded(claim: Claim, receipt: Receipt) -> Change:
-    return Change(claim, "succeeded", claim.attempt, receipt=receipt.text, response_sha256=receipt.response_sha256)
+def _success_line(result: Success, receipt: Receipt) -> _Line:
+    claim = result.claim
+    change = Change(claim, "succeeded", claim.attempt, receipt=receipt.text, response_sha256=receipt.response_sha256)
+    return _Line(claim, result, lambda _now, _spared: change)
 
 
-def _failed(failure: Failure, policy: RetryPolicy, now: float) -> Change:
+def _failed(failure: Failure, policy: RetryPolicy, now: float, luck: float | None, *, spared: bool) -> Change:
     claim = failure.claim
+    if spared:
+        again_at = now + policy.delay(claim.attempt, failure.retry_after, luck=luck)
+        return Change(claim, "retry_wait", claim.attempt - 1, again_at, failure.error_code, failure.detail_hash)
     decision = policy.decide(
         attempt=claim.attempt, max_attempts=claim.max_attempts, now=now,
-        retryable=failure.retryable, retry_after=failure.retry_after,
+        retryable=failure.retryable, retry_after=failure.retry_after, luck=luck,
     )  # fmt: skip
     due = decision.next_attempt_at if decision.status == "retry_wait" else None
     return Change(claim, decision.status, claim.attempt, due, failure.error_code, failure.detail_hash)
@@ -972,6 +1264,51 @@ def _why_lost(row: Any, claim: Claim, now: float) -> str:
     if now >= row.lease_expires_at:
         return "dispatch.lease_expired"
     return "dispatch.clock_regressed" if now < row.updated_at else "dispatch.claim_lost"
+
+
+def _tell(before: TopicState, after: TopicState) -> None:
+    """One line in the log when a topic opens, closes, is paused or resumed."""
+    if before.opened_at is None and after.opened_at is not None:
+        logger.error("topic %s is open: %s; its events wait, at no attempt's cost", after.topic, after.error_code)
+    elif before.opened_at is not None and after.opened_at is None:
+        logger.warning("topic %s is closed again", after.topic)
+    if before.paused_at is None and after.paused_at is not None:
+        logger.warning("topic %s is paused", after.topic)
+    elif before.paused_at is not None and after.paused_at is None:
+        logger.warning("topic %s is resumed", after.topic)
+
+
+class _Keys:
+    """Which ordering keys are to be looked at: those that could not be advanced, and where the walk over all stands."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: dict[str, set[str]] = {}
+        self._after: dict[str, str] = {}
+        self._looked_at: dict[str, float] = {}
+
+    def due(self, topic: str, *, idle: bool) -> bool:
+        """Whether to look now: whenever there is nothing else to claim, and every so often even so."""
+        now = time.monotonic()
+        with self._lock:
+            if idle or now - self._looked_at.get(topic, -SWEEP_SECONDS) >= SWEEP_SECONDS:
+                self._looked_at[topic] = now
+                return True
+        return False
+
+    def next_after(self, topic: str) -> str:
+        return self._after.get(topic, "")
+
+    def walked(self, topic: str, last: str) -> None:
+        self._after[topic] = last
+
+    def remember(self, topic: str, keys: Iterable[str]) -> None:
+        with self._lock:
+            self._held.setdefault(topic, set()).update(keys)
+
+    def take(self, topic: str) -> set[str]:
+        with self._lock:
+            return self._held.pop(topic, set())
 
 
 def _chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

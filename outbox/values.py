@@ -106,6 +106,18 @@ def check_error(error_code: object, detail_hash: object) -> tuple[str, str | Non
     return error_code, detail_hash  # type: ignore[return-value]
 
 
+def check_label(value: object, *, code: str, longest: int = 256) -> str:
+    """A short text for people: 1 to ``longest`` printable characters, without white space around them."""
+    if (
+        not isinstance(value, str)
+        or not 1 <= len(value) <= longest
+        or not value.isprintable()
+        or value != value.strip()
+    ):
+        raise InputError(code, expected=f"1 to {longest} printable characters", found=describe(value))
+    return str(value)
+
+
 def describe(value: object) -> str:
     """What a value is, without what it says: safe to log whatever a caller passed."""
     if value is None or isinstance(value, bool):

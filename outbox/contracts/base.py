@@ -90,9 +90,15 @@ class Encoded:
 
 
 class Contract(ABC):
-    """The rules of one topic. A host's own contract gives ``topic``, ``check`` and ``accept``."""
+    """The rules of one topic. A host's own contract gives ``topic``, ``check`` and ``accept``.
+
+    Attributes:
+        hold_on_failure: whether an event that failed holds the later ones of its ordering key until it is redriven or
+            discarded; otherwise they pass it.
+    """
 
     topic: str
+    hold_on_failure: bool = True
 
     @abstractmethod
     def check(self, event: Any) -> str:

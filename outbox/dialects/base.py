@@ -18,32 +18,41 @@ from sqlalchemy import (
     Connection,
     Engine,
     Row,
+    Text,
     TextClause,
     bindparam,
     case,
     delete,
+    exists,
     func,
     literal,
     null,
     or_,
     select,
+    text,
     true,
     update,
 )
 from sqlalchemy.exc import DBAPIError, DisconnectionError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.sql import ColumnElement, Select
-from sqlalchemy.sql.dml import ReturningUpdate
+from sqlalchemy.sql.dml import ReturningUpdate, Update
 
 from outbox import schema
+from outbox.breaker import TopicState
 from outbox.errors import OutboxError
-from outbox.records import Claim
+from outbox.records import Claim, FailedAttempt, Status
 
 event = schema.outbox_event
 idle = schema.outbox_idle
+topic_state = schema.outbox_topic
+attempt = schema.outbox_attempt
 DUE = schema.predicate(schema.DUE)
 LEASED = schema.predicate(schema.LEASED)
+WAITING = schema.predicate(schema.WAITING)
 FAILED = schema.predicate(schema.FAILED)
+ORDERING_HEAD = schema.predicate(schema.ORDERING_HEAD)
+FAILED_HEAD = schema.predicate(schema.FAILED_HEAD)
 
 #: Clearing a lease is the same three columns wherever a row stops being leased.
 NO_LEASE: Mapping[str, ColumnElement[Any]] = {
@@ -63,6 +72,11 @@ class NewEvent(NamedTuple):
     ordering_key: str | None
     headers: str | None
     max_attempts: int
+
+    @property
+    def status(self) -> Status:
+        """As which it is inserted. One with an ordering key waits until it has proven to be the first of it."""
+        return "pending" if self.ordering_key is None else "waiting"
 
 
 class Change(NamedTuple):
@@ -85,11 +99,21 @@ class Pulse(NamedTuple):
         now: the time this transaction goes by.
         expired: whether some lease ended at or before ``now`` and has not been recovered.
         generation: changes whenever the schema may have; compared, never read.
+        topics: how the topics' destinations fare, for those that were ever other than closed.
     """
 
     now: float
     expired: bool
     generation: tuple[Any, ...]
+    topics: Mapping[str, TopicState]
+
+    @classmethod
+    def of(cls, rows: Sequence[Any], now: float | None = None) -> Pulse:
+        """From rows of (now, expired, generation…, columns of ``outbox_topic``): one a topic, or one without any."""
+        ours, width = rows[0], len(_TOPIC_COLUMNS)
+        topics = (TopicState(*row[-width:]) for row in rows if row[-width] is not None)
+        moment = ours[0] if now is None else now
+        return cls(moment, bool(ours[1]), tuple(ours[2:-width]), {state.topic: state for state in topics})
 
 
 class Count(NamedTuple):
@@ -221,6 +245,7 @@ class Dialect(ABC):
         """Insert what is not there yet and return (id, event_id, created_at) of the rows that are new.
 
         With ``now`` None the time is the database's, read once. Ids follow the order of ``rows``, which may be many.
+        Those with an ordering key are inserted as ``waiting``.
         """
 
     @abstractmethod
@@ -254,11 +279,11 @@ class Dialect(ABC):
 
     def redrive(
         self, connection: Connection, condition: ColumnElement[bool], now: float, limit: int | None = None
-    ) -> int:
-        """Make failed events under ``condition`` due again; return how many.
+    ) -> Sequence[str | None]:
+        """Make failed events under ``condition`` due again; return the ordering keys of those, None without one.
 
         Up to ``limit``, longest failed first. Without one ``condition`` names the event, by which it is to be found and
-        not among all that have failed.
+        not among all that have failed. Those with an ordering key wait their turn.
         """
         failed = hidden(event.c.status == "failed") if limit is None else FAILED
         # A clock that stepped back must not date the row before its own creation.
@@ -266,16 +291,77 @@ class Dialect(ABC):
         if limit is not None:
             picked = picked.order_by(event.c.updated_at).limit(limit)
         fresh = {
-            "status": "pending", "attempts": 0, "redrives": event.c.redrives + 1, "last_error_code": null(),
-            "last_error_detail_hash": null(), "next_attempt_at": literal(now), "updated_at": literal(now),
+            "status": case((event.c.ordering_key.is_(None), "pending"), else_="waiting"), "attempts": 0,
+            "redrives": event.c.redrives + 1, "last_error_code": null(), "last_error_detail_hash": null(),
+            "next_attempt_at": literal(now), "updated_at": literal(now),
         }  # fmt: skip
-        statement = update(event).where(self._chosen(picked)).values(fresh)
-        return connection.execute(statement).rowcount
+        statement = update(event).where(self._chosen(picked)).values(fresh).returning(event.c.ordering_key)
+        return connection.execute(statement).scalars().all()
+
+    def discard(self, connection: Connection, event_row: int, now: float) -> bool:
+        """Mark a failed event as given up, so that it no longer holds its ordering key."""
+        given_up = {"last_error_code": "discarded", "last_error_detail_hash": null(), "updated_at": literal(now)}
+        failed = (event.c.id == event_row, hidden(event.c.status == "failed"), event.c.updated_at <= now)
+        return bool(connection.execute(update(event).where(*failed).values(given_up)).rowcount)
 
     def purge(self, connection: Connection, conditions: Sequence[ColumnElement[bool] | TextClause], limit: int) -> int:
-        """Delete up to ``limit`` rows under ``conditions``, oldest first; return how many."""
+        """Delete up to ``limit`` rows under ``conditions``, oldest first, and their attempts; return how many."""
         picked = self._pick(*conditions).order_by(event.c.updated_at).limit(limit)
-        return connection.execute(delete(event).where(self._chosen(picked))).rowcount
+        gone = connection.execute(delete(event).where(self._chosen(picked)).returning(event.c.id)).scalars().all()
+        if gone:  # at once, since SQLite gives their ids to others
+            connection.execute(delete(attempt).where(attempt.c.event_row.in_(gone)))
+        return len(gone)
+
+    # -- topics and attempts ----------------------------------------------------------------------------------------
+
+    def lock_topic(self, connection: Connection, topic: str) -> TopicState:
+        """The topic's row, made if there is none, that nobody else can change until the transaction ends."""
+        connection.execute(_NEW_TOPIC, {"topic": topic})
+        row = select(topic_state).where(topic_state.c.topic == topic).with_for_update()
+        return TopicState(*connection.execute(row).one())
+
+    def write_topic(self, connection: Connection, state: TopicState) -> None:
+        """Write a topic's row that has been locked."""
+        values = {name: getattr(state, name) for name in _TOPIC_COLUMNS}
+        connection.execute(update(topic_state).where(topic_state.c.topic == state.topic).values(values))
+
+    def record(self, connection: Connection, failed: Sequence[tuple[int, FailedAttempt]]) -> None:
+        """Keep failed attempts, each with the id of its event's row."""
+        rows = [{"event_row": row, **{name: getattr(each, name) for name in _ATTEMPT_FIELDS}} for row, each in failed]
+        connection.execute(attempt.insert(), rows)
+
+    def attempts(self, connection: Connection, event_row: int, limit: int) -> tuple[FailedAttempt, ...]:
+        """The newest of an event's failed attempts, oldest first."""
+        columns = [attempt.c[name] for name in _ATTEMPT_FIELDS]
+        newest = select(*columns).where(attempt.c.event_row == event_row).order_by(attempt.c.id.desc()).limit(limit)
+        return tuple(starmap(FailedAttempt, reversed(connection.execute(newest).all())))
+
+    # -- ordering keys ----------------------------------------------------------------------------------------------
+    #
+    # Of each key the head alone stands in the due index. Whoever may change which event is the head, a producer or
+    # whoever has ended the last one, holds the key meanwhile: a producer until its host commits, so that events have
+    # ids in the order in which they become visible. A worker never waits for that; see Outbox._advance.
+
+    def hold_keys(self, connection: Connection, topic: str, keys: Sequence[str]) -> None:  # noqa: B027 - see below
+        """Hold ordering keys until the transaction ends, waiting for other holders. One writer needs nothing."""
+
+    def free_keys(self, connection: Connection, topic: str, keys: Sequence[str]) -> Sequence[str]:
+        """Hold those of the keys that nobody else does, and return them. Never waits."""
+        del connection, topic
+        return keys
+
+    def promote(self, connection: Connection, topic: str, keys: Sequence[str], now: float, *, passes: bool) -> int:
+        """Make the first waiting event of each key the head, where there is none; return how many. The keys are held.
+
+        With ``passes`` a failed event does not stand in the way of later ones.
+        """
+        parameters = [{"of_topic": topic, "key": key, "now": now} for key in keys]
+        return connection.execute(self._promote[passes], parameters).rowcount
+
+    def waiting_keys(self, connection: Connection, topic: str, after: str, limit: int) -> Sequence[Any]:
+        """Up to ``limit`` ordering keys after ``after`` that events wait for: (key, has a head, has a failed event)."""
+        parameters = {"of_topic": topic, "after": after, "limit": limit}
+        return connection.execute(_WAITING_KEYS, parameters).all()
 
     # -- waiting for work -------------------------------------------------------------------------------------------
 
@@ -333,6 +419,7 @@ class Dialect(ABC):
     def __init__(self) -> None:
         self._recover = self._recover_statement()
         self._lease = self._lease_statement()
+        self._promote = {passes: self._promote_statement(passes=passes) for passes in (False, True)}
 
     @abstractmethod
     def _token(self) -> ColumnElement[str]:
@@ -419,6 +506,53 @@ class Dialect(ABC):
             .returning(*self._claim_columns())
         )
 
+    def _promote_statement(self, *, passes: bool) -> Update:
+        topic, key = bindparam("of_topic", type_=Text()), bindparam("key", type_=Text())
+        now: ColumnElement[float] = bindparam("now", type_=event.c.updated_at.type)
+        due_at = case((event.c.created_at > now, event.c.created_at), else_=now)
+        rows = event.alias("rows")
+        of_key = (rows.c.topic == topic, rows.c.ordering_key == key)
+        first = select(rows.c.id).where(*of_key, WAITING).order_by(rows.c.id).limit(1).scalar_subquery()
+        in_the_way = [ORDERING_HEAD] if passes else [ORDERING_HEAD, FAILED_HEAD]
+        return (
+            update(event)
+            .where(
+                event.c.id == first,
+                hidden(event.c.status == "waiting"),
+                *(~exists(select(rows.c.id).where(*of_key, each)) for each in in_the_way),
+                *self._may_promote(),
+            )
+            .values(status="pending", next_attempt_at=due_at, updated_at=due_at)
+        )
+
+    def _may_promote(self) -> list[TextClause]:
+        """Conditions under which what is read is what is committed."""
+        return []
+
+
+_TOPIC_COLUMNS = tuple(TopicState.__dataclass_fields__)
+_ATTEMPT_FIELDS = tuple(FailedAttempt.__dataclass_fields__)
+#: For the end of a pulse.
+TOPIC_COLUMNS = ", ".join(f"topic_row.{name}" for name in _TOPIC_COLUMNS)
+
+_NEW_TOPIC = text(
+    f"INSERT INTO {schema.TOPIC_TABLE} (topic, failures, probes, ramp_claimed) VALUES (:topic, 0, 0, 0)"
+    " ON CONFLICT DO NOTHING"
+)
+_NEXT_KEY = (
+    f"(SELECT ordering_key FROM {schema.EVENT_TABLE} WHERE topic = :of_topic AND ({schema.WAITING})"
+    " AND ordering_key > {} ORDER BY ordering_key LIMIT 1)"
+)
+_OF_KEY = (
+    f"EXISTS (SELECT 1 FROM {schema.EVENT_TABLE} WHERE topic = :of_topic AND ordering_key = keys.value AND ({{}}))"
+)
+# From key to key by the index, whatever number of events waits for each.
+_WAITING_KEYS = text(
+    f"WITH RECURSIVE keys (value) AS (SELECT {_NEXT_KEY.format('CAST(:after AS text)')}"
+    f" UNION ALL SELECT {_NEXT_KEY.format('keys.value')} FROM keys WHERE keys.value IS NOT NULL)"
+    f" SELECT keys.value, {_OF_KEY.format(schema.ORDERING_HEAD)}, {_OF_KEY.format(schema.FAILED_HEAD)}"
+    " FROM keys WHERE keys.value IS NOT NULL LIMIT :limit"
+)
 
 _DUE_FIRST = (
     select(event.c.id)
@@ -478,4 +612,4 @@ def lease_end(now: float, lease_seconds: float) -> float:
 
 def insert_values(rows: Sequence[NewEvent]) -> list[dict[str, Any]]:
     """The columns of new rows that are known before the clock is."""
-    return [{**row._asdict(), "status": "pending", "attempts": 0, "redrives": 0} for row in rows]
+    return [{**row._asdict(), "status": row.status, "attempts": 0, "redrives": 0} for row in rows]

@@ -19,8 +19,10 @@ from sqlalchemy import (
     Row,
     TableValuedAlias,
     Text,
+    TextClause,
     any_,
     bindparam,
+    case,
     cast,
     column,
     func,
@@ -38,6 +40,7 @@ from sqlalchemy.types import TypeEngine
 from outbox import schema
 from outbox.dialects.base import (
     NO_LEASE,
+    TOPIC_COLUMNS,
     Change,
     Count,
     Dialect,
@@ -65,6 +68,8 @@ _MISSING: Final = {"42P01", "42703", "42P10", "3F000"}  # undefined table or col
 _BUSY: Final = {"55P03", "57014", "40001", "40P01"}  # lock not available, canceled, serialization failure, deadlock
 _DAMAGED: Final = {"XX001", "XX002"}  # data corrupted, index corrupted
 
+_TABLES: Final = ", ".join(f"to_regclass('{table}')" for table in schema.metadata.tables)
+
 # One statement for the clock and for what changes when the schema does: the catalogs' rows about our tables, each known
 # by the transaction that wrote it. A missing table raises or changes what is found.
 _PULSE = text(
@@ -76,10 +81,12 @@ _PULSE = text(
     f" (SELECT string_agg(version_num, ',') FROM {schema.VERSION_TABLE}) AS revision,"
     " (SELECT string_agg(xmin::text, ' ') FROM pg_attribute WHERE attrelid = ANY (ours.tables) AND attnum > 0),"
     " (SELECT string_agg(xmin::text, ' ') FROM pg_constraint WHERE conrelid = ANY (ours.tables)),"
-    " (SELECT string_agg(xmin::text, ' ') FROM pg_index WHERE indrelid = ANY (ours.tables))"
+    " (SELECT string_agg(xmin::text, ' ') FROM pg_index WHERE indrelid = ANY (ours.tables)),"
+    f" {TOPIC_COLUMNS}"
     " FROM (SELECT coalesce(CAST(:now AS double precision), extract(epoch FROM clock_timestamp())::double precision)"
     "       AS now OFFSET 0) AS clock,"  # OFFSET 0: read once, or the volatile clock forbids the index
-    f" (SELECT ARRAY[to_regclass('{schema.EVENT_TABLE}'), to_regclass('{schema.IDLE_TABLE}')]::oid[] AS tables) AS ours"
+    f" (SELECT ARRAY[{_TABLES}]::oid[] AS tables)"
+    f" AS ours LEFT JOIN {schema.TOPIC_TABLE} AS topic_row ON true"
 )
 # Several connections may reach one database under several names (a pooler's port, a socket), so names prove nothing.
 _IDENTITY = text(
@@ -103,8 +110,7 @@ class PostgreSQLDialect(Dialect):
             yield connection
 
     def pulse(self, connection: Connection, now: float | None) -> Pulse:
-        moment, expired, *generation = connection.execute(_PULSE, {"now": now}).one()
-        return Pulse(moment, expired, tuple(generation))
+        return Pulse.of(connection.execute(_PULSE, {"now": now}).all())
 
     def clock(self, connection: Connection) -> float:
         return connection.execute(select(_CLOCK)).scalar_one()
@@ -160,6 +166,14 @@ class PostgreSQLDialect(Dialect):
         parameters = {"records": records, "expires_at": expires_at, "now": now}
         return set(connection.execute(_RENEW, parameters).scalars())
 
+    # -- ordering keys ----------------------------------------------------------------------------------------------
+
+    def hold_keys(self, connection: Connection, topic: str, keys: Sequence[str]) -> None:
+        connection.execute(_HOLD_KEYS, {"of_topic": topic, "keys": sorted(keys)})  # one order, so no deadlocks
+
+    def free_keys(self, connection: Connection, topic: str, keys: Sequence[str]) -> Sequence[str]:
+        return connection.execute(_FREE_KEYS, {"of_topic": topic, "keys": list(keys)}).scalars().all()
+
     # -- waiting for work -------------------------------------------------------------------------------------------
 
     def watch(self, engine: Engine) -> Watch:
@@ -191,6 +205,10 @@ class PostgreSQLDialect(Dialect):
 
     def _token(self) -> ColumnElement[str]:
         return func.replace(cast(func.gen_random_uuid(), Text), "-", "")
+
+    def _may_promote(self) -> list[TextClause]:
+        # A snapshot that is older than the hold on the key may not show who else waits for it. Left to the sweep.
+        return [text("current_setting('transaction_isolation') = 'read committed'")]
 
     def _chosen(self, picked: Select[tuple[int]]) -> ColumnElement[bool]:
         # An array, not a join: whatever the statistics say, it is evaluated once and its rows found by primary key.
@@ -261,7 +279,8 @@ def _insert_one(now: ColumnElement[float]) -> Any:
 def _insert_many() -> Any:
     """Rows in one statement of constant text, in the order of its parameter."""
     given = _recordset({name: event.c[name].type for name in ("id", *NewEvent._fields)})
-    constants = {"status": literal("pending"), "attempts": literal(0), "redrives": literal(0)}
+    status = case((given.c.ordering_key.is_(None), "pending"), else_="waiting")
+    constants = {"status": status, "attempts": literal(0), "redrives": literal(0)}
     times = dict.fromkeys(("next_attempt_at", "created_at", "updated_at"), _GIVEN)
     rows = select(*given.c, *constants.values(), *times.values())
     return _idempotent(insert(event).from_select(["id", *NewEvent._fields, *constants, *times], rows))
@@ -379,6 +398,10 @@ _DRAW = text(
     " coalesce(CAST(:now AS double precision), extract(epoch FROM statement_timestamp())::double precision) AS now"
     " FROM generate_series(1, CAST(:count AS integer))"
 )
+# By a hash of topic and key. Of 64 bits no two keys with one hash are to be expected; they would wait for each other.
+_KEY_HASH = "hashtextextended(CAST(:of_topic AS text) || ' ' || key, 0)"
+_HOLD_KEYS = text(f"SELECT pg_advisory_xact_lock({_KEY_HASH}) FROM unnest(CAST(:keys AS text[])) AS key")
+_FREE_KEYS = text(f"SELECT key FROM unnest(CAST(:keys AS text[])) AS key WHERE pg_try_advisory_xact_lock({_KEY_HASH})")
 _SETTLE = _settle()
 _RENEW = _renew()
 

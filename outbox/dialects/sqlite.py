@@ -32,6 +32,7 @@ from sqlalchemy.sql import ColumnElement, Select
 from outbox import schema
 from outbox.dialects.base import (
     NO_LEASE,
+    TOPIC_COLUMNS,
     Change,
     Count,
     Dialect,
@@ -59,8 +60,9 @@ _ONLY_ONE: Final = (StaticPool, SingletonThreadPool)
 T = TypeVar("T")
 
 _PULSE = text(
-    f"SELECT EXISTS (SELECT 1 FROM {schema.EVENT_TABLE} WHERE ({schema.LEASED}) AND lease_expires_at <= :now),"
-    f" (SELECT group_concat(version_num) FROM {schema.VERSION_TABLE}), schema_version FROM pragma_schema_version"
+    f"SELECT :now, EXISTS (SELECT 1 FROM {schema.EVENT_TABLE} WHERE ({schema.LEASED}) AND lease_expires_at <= :now),"
+    f" (SELECT group_concat(version_num) FROM {schema.VERSION_TABLE}), schema_version, {TOPIC_COLUMNS}"
+    f" FROM pragma_schema_version LEFT JOIN {schema.TOPIC_TABLE} AS topic_row"
 )
 _BUSY: Final = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 _DAMAGED: Final = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
@@ -91,8 +93,7 @@ class SQLiteDialect(Dialect):
     def pulse(self, connection: Connection, now: float | None) -> Pulse:
         def ask() -> Pulse:
             moment = time.time() if now is None else now
-            expired, *generation = connection.execute(_PULSE, {"now": moment}).one()
-            return Pulse(moment, bool(expired), tuple(generation))
+            return Pulse.of(connection.execute(_PULSE, {"now": moment}).all(), moment)
 
         return _patiently(ask)  # the first to read, which in a transaction that only reads can meet a writer
 
