@@ -11,21 +11,24 @@ from outbox.errors import (
     OutboxError,
     SchemaError,
 )
-from outbox.policy import RetryPolicy
+from outbox.policy import BreakerPolicy, RetryPolicy
 from outbox.records import (
     Claim,
     EventStatus,
+    FailedAttempt,
     Failure,
     Health,
     Outcome,
     Receipt,
     Settled,
     Success,
+    TopicStatus,
 )
 from outbox.store import Outbox
 from outbox.worker import Worker
 
 __all__ = [
+    "BreakerPolicy",
     "Claim",
     "ClaimLostError",
     "CollisionError",
@@ -34,6 +37,7 @@ __all__ = [
     "DeliveryFailed",
     "Destination",
     "EventStatus",
+    "FailedAttempt",
     "Failure",
     "Health",
     "InputError",
@@ -47,5 +51,6 @@ __all__ = [
     "SchemaError",
     "Settled",
     "Success",
+    "TopicStatus",
     "Worker",
 ]

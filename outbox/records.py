@@ -183,7 +183,7 @@ class EventStatus:
     redrives: int
     created_at: float
     updated_at: float
-    failures: tuple[FailedAttempt, ...] = ()
+    failures: tuple[FailedAttempt, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)

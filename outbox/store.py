@@ -342,7 +342,10 @@ class Outbox:
             state = topics.get(contract.topic)
             if state is not None and not state.allowance(moment, 1, self.breaker_policy):
                 return False
-            return self._dialect.ready(connection, contract.topic, moment)
+            if self._dialect.ready(connection, contract.topic, moment):
+                return True
+            self._look_for_stranded(connection, contract, idle=False)
+            return self._keys.any(contract.topic)
 
     def watch(self) -> Watch:
         """What wakes a worker when there may be new work; its owner starts and closes it."""
@@ -411,7 +414,8 @@ class Outbox:
             return self._dialect.lease(connection, contract.topic, worker_id, expires_at, now, room, floor)
 
         claims = lease(limit)
-        if self._keys.due(contract.topic, idle=len(claims) < limit) and self._advance(connection, contract, now):
+        self._look_for_stranded(connection, contract, idle=not claims)
+        if self._promote(connection, contract, self._keys.take(contract.topic), now):
             claims += lease(limit - len(claims))
         if state is not None and (after := state.claimed(claims, now, self.breaker_policy)) != state:
             self._dialect.write_topic(connection, after)
@@ -441,20 +445,20 @@ class Outbox:
 
     # -- ordering keys ----------------------------------------------------------------------------------------------
 
-    def _advance(self, connection: Connection, contract: Contract, now: float) -> int:
-        """Make waiting events due whose key has no head; return how many.
+    def _look_for_stranded(self, connection: Connection, contract: Contract, *, idle: bool) -> None:
+        """Remember keys whose events wait behind nobody: a portion of all keys each time.
 
         Whoever ends a head promotes the next. That fails where a producer holds the key at that moment: its event may
-        not be visible yet, and waiting for it is not for a worker. So the key is remembered and tried again here. And
-        where whoever should have done so is gone, a walk over all keys, a portion each time, finds it.
+        not be visible yet, and waiting for it is not for a worker. So the key is remembered, and tried again with the
+        next claim. And where whoever should have done so is gone, this walk over all keys finds it.
         """
-        topic, passes = contract.topic, not contract.hold_on_failure
-        after = self._keys.next_after(topic)
-        rows = self._dialect.waiting_keys(connection, topic, after, SWEPT_KEYS)
+        topic = contract.topic
+        if not self._keys.due(topic, idle=idle):
+            return
+        rows = self._dialect.waiting_keys(connection, topic, self._keys.next_after(topic), SWEPT_KEYS)
         self._keys.walked(topic, rows[-1][0] if len(rows) == SWEPT_KEYS else "")
-        stranded = [key for key, head, failed in rows if not head and (passes or not failed)]
-        keys = {**dict.fromkeys(stranded), **dict.fromkeys(self._keys.take(topic))}
-        return self._promote(connection, contract, list(keys), now)
+        passes = not contract.hold_on_failure
+        self._keys.remember(topic, [key for key, head, failed in rows if not head and (passes or not failed)])
 
     def _promote(self, connection: Connection, contract: Contract, keys: Sequence[str], now: float) -> int:
         if not keys:
@@ -641,6 +645,7 @@ class Outbox:
                 locked = self._dialect.lock_topic(connection, topic)  # as it is now, and not when the pulse was taken
                 after = self._topic_after(locked, ours, now)
                 self._dialect.write_topic(connection, after)
+                self._topics = {**self._topics, topic: after}
                 _tell(locked, after)
 
     def _topic_after(self, state: TopicState, lines: Iterable[_Line], now: float) -> TopicState:
@@ -1279,7 +1284,7 @@ def _tell(before: TopicState, after: TopicState) -> None:
 
 
 class _Keys:
-    """Which ordering keys are to be looked at: those that could not be advanced, and where the walk over all stands."""
+    """Ordering keys to be looked at: those that could not be advanced, and where the walk over all of them stands."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -1288,7 +1293,7 @@ class _Keys:
         self._looked_at: dict[str, float] = {}
 
     def due(self, topic: str, *, idle: bool) -> bool:
-        """Whether to look now: whenever there is nothing else to claim, and every so often even so."""
+        """Whether to look now: when there is nothing else to claim, and every so often even so."""
         now = time.monotonic()
         with self._lock:
             if idle or now - self._looked_at.get(topic, -SWEEP_SECONDS) >= SWEEP_SECONDS:
@@ -1306,9 +1311,12 @@ class _Keys:
         with self._lock:
             self._held.setdefault(topic, set()).update(keys)
 
-    def take(self, topic: str) -> set[str]:
+    def any(self, topic: str) -> bool:
+        return bool(self._held.get(topic))
+
+    def take(self, topic: str) -> Sequence[str]:
         with self._lock:
-            return self._held.pop(topic, set())
+            return list(self._held.pop(topic, ()))
 
 
 def _chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

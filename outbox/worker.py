@@ -22,14 +22,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from outbox.contracts.base import Destination
 from outbox.dialects.base import Watch
 from outbox.errors import DatabaseError, InputError, OutboxError
 from outbox.records import Claim, Failure, Result, Settled
 from outbox.store import MAX_BATCH, Outbox, check_destination, deliver
-from outbox.values import check_int, check_seconds, check_token
+from outbox.values import check_int, check_seconds, check_token, describe, is_number
 
 logger = logging.getLogger("outbox.worker")
 
@@ -53,6 +53,21 @@ SHORTEST_OUTAGE_PAUSE: Final = 0.1
 LONGEST_OUTAGE_PAUSE: Final = 5.0
 #: A destination that overruns its own timeout is believed for so many more leases; then the event is left to others.
 MAX_RENEWALS: Final = 5
+#: A lane claims ahead what its senders finish in so many seconds, measured anew as often as the other says.
+AHEAD_SECONDS: Final = 1.0
+MEASURED_SECONDS: Final = 0.1
+#: A rate limit lets so many seconds' worth of events go at once, or one event.
+BURST_SECONDS: Final = 0.1
+#: How often to look while a topic that has closed again admits more from moment to moment, in seconds.
+RAMP_POLL: Final = 0.05
+DEFAULT_CONCURRENCY: Final = 16
+#: How long a worker that waits for its senders goes without a look at the database, where a topic may be paused.
+LOOK_SECONDS: Final = 1.0
+MAX_RATE: Final = 1e6
+#: What stands between a claim and a topic's events for longer than a moment.
+SHUT: Final = frozenset({"open", "held", "paused"})
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +100,8 @@ class _Lane:
     topic: str
     destination: Destination
     concurrency: int
-    capacity: int
+    most_ahead: int
+    limit: _RateLimit | None = None
     waiting: queue.SimpleQueue[_Held | None] = field(default_factory=queue.SimpleQueue)
     in_hand: int = 0
     claim_at: float = 0.0
@@ -95,12 +111,61 @@ class _Lane:
     sweep_at: float = 0.0
     announced_until: float = 0.0
     busy_since: float = math.inf
+    shut: bool = False
+    finished: int = 0
+    finished_at: float = 0.0
+    rate: float = 0.0
+    measured_at: float = 0.0
+
+    @property
+    def capacity(self) -> int:
+        """How many to have in hand: one for each sender, and ahead of them what they are known to finish soon.
+
+        More would only keep events from other workers; fewer would make tiny claims.
+        """
+        return self.concurrency + min(self.most_ahead, max(self.concurrency, int(self.rate * AHEAD_SECONDS)))
 
     @property
     def room(self) -> int:
         """How many more to claim: none until half the hands are empty, so that claims come in batches."""
-        free = self.capacity - self.in_hand
-        return free if 2 * free >= self.capacity else 0
+        capacity = self.capacity
+        free = capacity - self.in_hand
+        return free if 2 * free >= capacity else 0
+
+    def measure(self, now: float) -> None:
+        """See how fast the senders are while they have work."""
+        seconds = now - self.measured_at
+        if seconds < MEASURED_SECONDS:
+            return
+        if self.in_hand and seconds < 2 * MEASURED_SECONDS:  # otherwise there was a pause in between
+            self.rate = (self.rate + self.finished / seconds) / 2
+        self.finished, self.measured_at = 0, now
+
+    def stalled(self, now: float, seconds: float) -> bool:
+        """Whether no sender has come back for so long; what waits for them is better given back."""
+        return bool(self.in_hand) and now - self.finished_at > seconds
+
+
+class _RateLimit:
+    """A token bucket: how many more events may be claimed now, so that no more than ``rate`` a second are sent."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        self._burst = max(1.0, rate * BURST_SECONDS)
+        self._tokens = self._burst
+        self._at = time.monotonic()
+
+    def allowance(self, now: float) -> int:
+        self._tokens = min(self._burst, self._tokens + (now - self._at) * self.rate)
+        self._at = now
+        return int(self._tokens)
+
+    def take(self, events: int) -> None:
+        self._tokens -= events
+
+    def pause(self) -> float:
+        """Seconds until about half a burst may be claimed, or one event."""
+        return max(0.0, max(1.0, self._burst / 2) - self._tokens) / self.rate
 
 
 class Worker:
@@ -110,7 +175,9 @@ class Worker:
         outbox: the outbox to claim from.
         destinations: where each topic's events go; every topic needs a contract in the outbox.
         worker_id: a token of at most 128 characters, unique among live workers; by default host, pid and a random part.
-        concurrency: sender threads for each topic.
+        concurrency: sender threads for each topic, or a mapping from topics to their numbers (16 where it says none).
+        rate_limits: the most events a second that this worker sends to each topic, or a mapping from topics to that;
+            others are not limited.
         batch: how many events one claim or settle moves at most.
         lease_seconds: how long a claim is ours; must outlast every destination's timeout.
         grace_seconds: how long a stopping worker waits for deliveries in flight.
@@ -129,7 +196,8 @@ class Worker:
         destinations: Mapping[str, Destination],
         *,
         worker_id: str | None = None,
-        concurrency: int = 16,
+        concurrency: int | Mapping[str, int] = 16,
+        rate_limits: float | Mapping[str, float] | None = None,
         batch: int = 100,
         lease_seconds: float = 600,
         grace_seconds: float = 20,
@@ -139,18 +207,22 @@ class Worker:
         self.worker_id = check_token(
             _unique_id() if worker_id is None else worker_id, code="dispatch.worker_invalid", longest=128
         )
-        check_int(concurrency, code="dispatch.limit_invalid", lowest=1, highest=MAX_BATCH)
         check_int(batch, code="dispatch.limit_invalid", lowest=1, highest=MAX_BATCH)
         if not destinations or not set(destinations) <= set(outbox.topics):
             raise InputError("dispatch.topic_unknown", expected=f"destinations for any of: {', '.join(outbox.topics)}")
         for destination in destinations.values():
             check_destination(destination, lease_seconds)
+        senders = _of_topics(concurrency, destinations, _check_concurrency, DEFAULT_CONCURRENCY)
+        rates = _of_topics({} if rate_limits is None else rate_limits, destinations, _check_rate, None)
         self._outbox = outbox
         self._batch = batch
         self._lease_seconds = float(lease_seconds)
         self._grace_seconds = check_seconds(grace_seconds, code="dispatch.limit_invalid", zero=True)
         self._observer = observer
-        self._lanes = {topic: self._lane(topic, each, concurrency) for topic, each in destinations.items()}
+        self._lanes = {
+            topic: _Lane(topic, each, senders[topic], 2 * batch, _rate_limit(rates[topic]))
+            for topic, each in destinations.items()
+        }
         self._held: dict[str, _Held] = {}  # by token: an event whose lease ran out may come back beside itself
         self._done: queue.SimpleQueue[tuple[_Held, Result | None] | None] = queue.SimpleQueue()
         self._results: list[tuple[_Held, Result]] = []
@@ -161,7 +233,13 @@ class Worker:
         self._watch = outbox.watch() if wake_ups else Watch()
         self._outage = _Outage()
         self._renew_at = 0.0
+        self._look_at = 0.0
         self._counts = dict.fromkeys(WorkerStats.__dataclass_fields__, 0)
+
+    @property
+    def outbox(self) -> Outbox:
+        """The outbox it claims from."""
+        return self._outbox
 
     @property
     def stats(self) -> WorkerStats:
@@ -217,8 +295,10 @@ class Worker:
                 self._settle()
                 self._give_back()
                 self._renew()
+                self._look()
                 for lane in self._lanes.values():
                     self._claim(lane)
+                    self._heed(lane)
                 self._announce()
             except DatabaseError as error:
                 self._outage.began(error)
@@ -238,6 +318,9 @@ class Worker:
             return
 
     def _finished(self, held: _Held, result: Result | None) -> None:
+        lane = self._lanes[held.claim.topic]
+        lane.finished += 1
+        lane.finished_at = time.monotonic()
         if result is None:
             self._unsent.append(held)
             return
@@ -250,7 +333,7 @@ class Worker:
         now = time.monotonic()
         if not self._outage.over():
             return max(0.0, min(self._outage.until - now, 0.1))
-        times = [self._renew_at] if self._held else []
+        times = [self._renew_at, self._look_at] if self._held else []
         if self._results:
             times.append(now if self._flush_due() else self._oldest_result_at + FLUSH_SECONDS)
         times += [lane.claim_at for lane in self._lanes.values() if lane.room]
@@ -258,16 +341,10 @@ class Worker:
 
     # -- claim ------------------------------------------------------------------------------------------------------
 
-    def _lane(self, topic: str, destination: Destination, concurrency: int) -> _Lane:
-        # In the worst case every delivery takes its whole timeout. Even then what is in hand must be started within
-        # half its lease, and only then is one more round of senders' work claimed ahead.
-        rounds = max(1, int(self._lease_seconds / 2 / destination.timeout))
-        capacity = min(concurrency * rounds, concurrency + 2 * self._batch)
-        return _Lane(topic, destination, concurrency, capacity)
-
     def _claim(self, lane: _Lane) -> None:
         asked_at = time.monotonic()
-        if asked_at < lane.claim_at or not (room := min(lane.room, self._batch)):
+        lane.measure(asked_at)
+        if asked_at < lane.claim_at or not (room := self._room(lane, asked_at)):
             return
         sweeping = asked_at >= lane.sweep_at
         if sweeping:
@@ -283,16 +360,36 @@ class Worker:
                 due_from=0.0 if sweeping else lane.floor,
             )
         self._take(lane, claims, asked_at + self._lease_seconds)
+        self._look_at = asked_at + LOOK_SECONDS
         if claims:
             lane.floor = max(0.0, claims[0].due_at - FLOOR_SLACK)
-        if len(claims) == room:
+        if self._outbox.gate(lane.topic).state == "ramp":
+            # There may be more than the ramp lets through, so neither idle nor drained.
+            lane.claim_at, lane.pause, lane.drained = asked_at + RAMP_POLL, SHORTEST_POLL, False
+        elif len(claims) == room:
             lane.claim_at, lane.pause = 0.0, SHORTEST_POLL
         elif not sweeping:
             lane.claim_at = lane.sweep_at = 0.0  # nothing more above the floor; look below it before resting
         else:
             self._rest(lane, empty=not claims)
 
+    def _room(self, lane: _Lane, now: float) -> int:
+        """How many to claim now."""
+        room = min(lane.room, self._batch)
+        if not room or lane.stalled(now, self._lease_seconds):
+            return 0
+        if lane.limit is None:
+            return room
+        allowed = lane.limit.allowance(now)
+        if not allowed:
+            lane.claim_at = now + lane.limit.pause()
+        return min(room, allowed)
+
     def _take(self, lane: _Lane, claims: list[Claim], deadline: float) -> None:
+        if claims and not lane.in_hand:
+            lane.finished_at = time.monotonic()
+        if lane.limit is not None:
+            lane.limit.take(len(claims))
         for claim in claims:
             held = _Held(claim, deadline)
             self._held[claim.lease_token] = held
@@ -302,6 +399,25 @@ class Worker:
         lane.drained = False
         if claims:
             lane.busy_since = min(lane.busy_since, time.monotonic())
+
+    def _look(self) -> None:
+        """See how the topics fare, where for a while no claim or settle has shown it by the way."""
+        now = time.monotonic()
+        if self._held and now >= self._look_at:
+            self._outbox.check()
+            self._look_at = now + LOOK_SECONDS
+
+    def _heed(self, lane: _Lane) -> None:
+        """Give back what no sender has begun when the topic opens, is held or is paused.
+
+        Once, when it happens: what is claimed from an open topic afterwards is its probe.
+        """
+        shut = self._outbox.gate(lane.topic).state in SHUT
+        if shut and not lane.shut:
+            self._recall(lane)
+        elif lane.shut and not shut:
+            lane.claim_at, lane.pause = 0.0, SHORTEST_POLL
+        lane.shut = shut
 
     @staticmethod
     def _rest(lane: _Lane, *, empty: bool) -> None:
@@ -317,7 +433,7 @@ class Worker:
 
         Withdrawn when there has been work for a moment without a pause, so that hosts under load do not notify.
         """
-        resting = [lane for lane in self._lanes.values() if lane.drained]
+        resting = [lane for lane in self._lanes.values() if lane.drained and not lane.shut]
         self._watch.rest(bool(resting))
         if not self._watch.announced:
             return
@@ -345,10 +461,13 @@ class Worker:
         if not self._results or not (at_once or self._flush_due()):
             return
         batch = self._results[:MAX_BATCH]
-        lines = self._outbox.settle(_current(held, result) for held, result in batch)
+        lines = self._outbox.settle((_current(held, result) for held, result in batch), jitter=True)
+        self._look_at = time.monotonic() + LOOK_SECONDS
         del self._results[: len(batch)]
         for line in lines:
             self._drop(line.claim)
+            if line.claim.ordering_key is not None:  # the next of its key may be due now
+                self._lanes[line.claim.topic].claim_at = 0.0
             self._report(line)
 
     def _flush_due(self) -> bool:
@@ -396,12 +515,16 @@ class Worker:
         if now < self._renew_at or not self._held:
             return
         self._renew_at = now + self._lease_seconds / 8
+        for lane in self._lanes.values():
+            if lane.stalled(now, self._lease_seconds):
+                self._recall(lane)
         settling = {held.claim.lease_token for held, _ in self._results}
         late = [
             held
             for token, held in self._held.items()
             if held.deadline - now < self._lease_seconds / 2
-            and token not in settling and not held.lost and held.renewals < MAX_RENEWALS
+            and token not in settling and not held.lost
+            and (held.started_at is None or held.renewals < MAX_RENEWALS)
         ]  # fmt: skip
         for start in range(0, len(late), MAX_BATCH):
             self._renew_some(late[start : start + MAX_BATCH])
@@ -465,7 +588,8 @@ class Worker:
     def _wind_down(self) -> None:
         """Wait for what is in flight, settle it, and give back what was never sent."""
         self._stopping = True
-        self._recall()
+        for lane in self._lanes.values():  # whose senders may be busy for as long as the grace period
+            self._recall(lane)
         deadline = time.monotonic() + self._grace_seconds
         while self._held and time.monotonic() < deadline:
             self._collect(min(0.05, self._grace_seconds))
@@ -482,14 +606,13 @@ class Worker:
                 held.claim.event_id, held.claim.topic,
             )  # fmt: skip
 
-    def _recall(self) -> None:
-        """Take back what no sender has begun; all of them may be busy for as long as the grace period."""
-        for lane in self._lanes.values():
-            try:
-                while (held := lane.waiting.get_nowait()) is not None:
-                    self._unsent.append(held)
-            except queue.Empty:
-                continue
+    def _recall(self, lane: _Lane) -> None:
+        """Take back what no sender of the lane has begun."""
+        try:
+            while (held := lane.waiting.get_nowait()) is not None:
+                self._unsent.append(held)
+        except queue.Empty:
+            return
 
 
 class _Outage:
@@ -512,6 +635,34 @@ class _Outage:
         if self._pause:
             logger.warning("the database is back")
         self._pause = 0.0
+
+
+def _of_topics(given: Any, topics: Iterable[str], check: Callable[[Any], T], default: T) -> dict[str, T]:
+    """One value for each topic: the same for all, or by a mapping.
+
+    Raises:
+        InputError: ``dispatch.topic_unknown``, and what ``check`` raises.
+    """
+    if not isinstance(given, Mapping):
+        return dict.fromkeys(topics, check(given))
+    if not set(given) <= set(topics):
+        raise InputError("dispatch.topic_unknown", expected=f"any of: {', '.join(topics)}")
+    return {topic: check(given[topic]) if topic in given else default for topic in topics}
+
+
+def _rate_limit(rate: float | None) -> _RateLimit | None:
+    return None if rate is None else _RateLimit(rate)
+
+
+def _check_concurrency(value: Any) -> int:
+    return check_int(value, code="dispatch.limit_invalid", lowest=1, highest=MAX_BATCH)
+
+
+def _check_rate(value: Any) -> float | None:
+    if not is_number(value) or not 0 < value <= MAX_RATE:
+        expected = f"events a second in (0, {MAX_RATE:g}]"
+        raise InputError("dispatch.limit_invalid", expected=expected, found=describe(value))
+    return float(value)
 
 
 def _deliver(destination: Destination, claim: Claim) -> Result:

@@ -189,9 +189,11 @@ def claimed(outbox: Outbox, now: float | None = T, **arguments: Any) -> Claim:
     return claim
 
 
-def leased(outbox: Outbox, number: int | str = 1, *, max_attempts: int = 5, **arguments: Any) -> Claim:
+def leased(
+    outbox: Outbox, number: int | str = 1, *, max_attempts: int = 5, ordering_key: str | None = None, **arguments: Any
+) -> Claim:
     """A new event, claimed at T; nothing else may be due."""
-    outbox.enqueue(note(number), max_attempts=max_attempts, now=T)
+    outbox.enqueue(note(number), max_attempts=max_attempts, ordering_key=ordering_key, now=T)
     return claimed(outbox, **arguments)
 
 

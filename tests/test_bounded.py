@@ -47,7 +47,7 @@ def test_a_transaction_that_has_gone_silent_is_given_up(patient_engine: Engine, 
 
 
 def _silenced_halfway(outbox: Outbox, proxy: Proxy) -> None:
-    with outbox._transaction(None, write=True) as (connection, _, _):
+    with outbox._transaction(None, write=True) as (connection, _, _, _):
         proxy.silence()
         connection.execute(text("SELECT 1"))
 

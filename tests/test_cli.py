@@ -32,9 +32,22 @@ from outbox.schema import HEAD_REVISION
 from tests.cli_tools import KEY, TIMEOUT, call, cms, error_line, events, fields, lines, run, start
 from tests.cms_events import event
 from tests.misbehaving import Exchange, Server, blocked, echo, refused_port, reply, silence
+from tests.plain import Plain
 
 ANSI = "\x1b["
-COMMANDS = ["demo", "migrate", "enqueue", "worker", "status", "health", "redrive", "purge"]
+COMMANDS = [
+    "demo",
+    "migrate",
+    "enqueue",
+    "worker",
+    "status",
+    "health",
+    "redrive",
+    "discard",
+    "pause",
+    "resume",
+    "purge",
+]
 
 
 @pytest.fixture
@@ -619,6 +632,11 @@ def make():
     outbox = Outbox(create_engine(URL), contracts=[CMS_CHANGE])
     return Worker(outbox, {"cms.change": Destination()})
 
+def own():
+    from tests.plain import Plain
+    outbox = Outbox(create_engine(URL), contracts=[Plain("site.note")])
+    return Worker(outbox, {"site.note": Destination()})
+
 def broken():
     raise RuntimeError("hunter2")
 
@@ -674,6 +692,72 @@ def test_an_app_that_is_refused_keeps_its_code(app: Path) -> None:
 def test_options_that_an_app_would_not_hear_of_are_refused() -> None:
     line = error_line(run("worker", "--app", "a:b", "--batch", "3", "--worker-id", "w"))
     assert line.startswith("cli.usage: --batch, --worker-id: ")
+
+
+@pytest.mark.parametrize("command", [["status", "event-1"], ["redrive", "event-1"], ["health"], ["enqueue", "-"]])
+def test_commands_need_a_database_or_an_app_and_not_both(command: list[str]) -> None:
+    assert "--database-url (or OUTBOX_DATABASE_URL)" in error_line(run(*command))
+    line = error_line(run(*command, "--app", "a:b", "--database-url", "sqlite://"))
+    assert line.startswith("cli.usage: --database-url: not together with --app")
+
+
+def test_commands_speak_of_an_apps_own_topics(app: Path, sqlite_engine: Engine) -> None:
+    outbox = Outbox(sqlite_engine, contracts=[Plain("site.note")])
+    own = {"app": "hostapp:own"}
+    (app / "notes.jsonl").write_text('{"id": "note-1"}\n{"id": "note-2"}\n')
+    assert fields(run("enqueue", "notes.jsonl", **own))["events"] == "2"
+    outbox.fail(outbox.claim("w"), "broken")  # type: ignore[arg-type]
+    assert fields(run("status", "note-1", **own))["failures.1.error_code"] == "broken"
+    assert fields(run("redrive", "note-1", **own)) == {"redriven": "1"}
+    assert fields(run("pause", "site.note", "--reason", "why", **own))["state"] == "paused"
+    assert fields(run("health", **own))["topics.site.note.reason"] == "why"
+    assert error_line(run("resume", "cms.change", **own)).startswith("dispatch.topic_unknown: ")
+
+
+# -- pause, resume, discard ------------------------------------------------------------------------------------------
+
+
+def test_a_pause_is_seen_everywhere_until_it_is_resumed(database_url: str, outbox: Outbox) -> None:
+    outbox.enqueue(event())
+    paused = fields(run("pause", "cms.change", "--reason", "their migration", url=database_url))
+    assert (paused["topic"], paused["state"], paused["reason"]) == ("cms.change", "paused", "their migration")
+    assert paused["since"].endswith("Z")
+    assert outbox.claim("w") is None
+    shown = json.loads(run("health", "--json", url=database_url).stdout)["topics"]["cms.change"]
+    assert (shown["state"], shown["reason"]) == ("paused", "their migration")
+    assert fields(run("resume", "cms.change", url=database_url))["state"] == "closed"
+    assert outbox.claim("w") is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["pause", "cms.change"], "cli.usage"),
+        (["pause", "--reason", "why"], "cli.usage"),
+        (["pause", "cms.change", "--reason", ""], "dispatch.reason_invalid"),
+        (["pause", "cms.change", "--reason", "two\nlines"], "dispatch.reason_invalid"),
+        (["pause", "other", "--reason", "why"], "dispatch.topic_unknown"),
+        (["resume", "other"], "dispatch.topic_unknown"),
+        (["resume"], "cli.usage"),
+        (["discard", "nothing"], "dispatch.event_missing"),
+        (["discard", "event-1"], "dispatch.discard_invalid"),
+    ],
+)
+def test_what_cannot_be_paused_resumed_or_discarded(
+    database_url: str, outbox: Outbox, arguments: list[str], code: str
+) -> None:
+    outbox.enqueue(event())
+    assert error_line(run(*arguments, url=database_url)).startswith(f"{code}: ")
+    assert outbox.health().topics["cms.change"].state == "closed"
+
+
+def test_a_failed_event_is_given_up(database_url: str, outbox: Outbox) -> None:
+    outbox.enqueue_many(events(2), ordering_key="page-1")
+    outbox.fail(outbox.claim("w"), "broken")  # type: ignore[arg-type]
+    assert outbox.claim("w") is None
+    given_up = fields(run("discard", "event-1", url=database_url))
+    assert given_up == {"event_id": "event-1", "status": "failed", "last_error_code": "discarded"}
+    assert outbox.claim("w").event_id == "event-2"  # type: ignore[union-attr]
 
 
 # -- worker: at work -------------------------------------------------------------------------------------------------
@@ -837,6 +921,14 @@ def _on_terminal(*arguments: str, url: str, **environment: str) -> tuple[int, st
         sent += part
     os.close(ours)
     return process.wait(TIMEOUT), sent.decode()
+
+
+def test_a_pause_on_a_terminal(database_url: str, outbox: Outbox) -> None:
+    outbox.pause(reason="their migration")
+    _, sent = _on_terminal("health", url=database_url, NO_COLOR="1")
+    assert re.search(r"topic cms\.change: paused, since \S+Z \(their migration\)", sent)
+    outbox.resume()
+    assert "topic" not in _on_terminal("health", url=database_url)[1]
 
 
 def test_a_terminal_gets_tables_in_colour(database_url: str, outbox: Outbox) -> None:

@@ -18,7 +18,7 @@ from tests.support import FAMILY_OF, refused
 
 PACKAGE = Path(outbox.__file__).parent
 TESTS = Path(__file__).parent
-CODE = re.compile(r"(?:dispatch|destination)\.[a-z_]+|lease_(?:expired|released)")
+CODE = re.compile(r"(?:dispatch|destination)\.[a-z_]+|lease_(?:expired|released)|discarded")
 
 
 def codes_in(folder: Path) -> Iterator[tuple[str, Path]]:

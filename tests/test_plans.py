@@ -16,7 +16,7 @@ import psycopg
 import pytest
 from sqlalchemy import Connection, Engine, event, text
 
-from outbox import Failure, Outbox, Success
+from outbox import Claim, Failure, Outbox, Success
 from outbox.records import STATUSES
 from tests.support import TOPIC, WORKER, Notes, T, note, response
 
@@ -29,17 +29,24 @@ KEY = "outbox_event_pkey"
 NAME = "uq_outbox_event_topic_event_id"
 DUE = "ix_outbox_event_due"
 LEASE = "ix_outbox_event_lease"
+WAITING = "ix_outbox_event_waiting"
+HEAD = "uq_outbox_event_ordering_head"
+FAILED_HEAD = "ix_outbox_event_failed_head"
+#: By which the keys that are left waiting are found, and the first of a key.
+SWEEP = {WAITING, HEAD, FAILED_HEAD}
 SUCCEEDED = "ix_outbox_event_succeeded"
 FAILED = "ix_outbox_event_failed"
-COUNTED = {DUE, SUCCEEDED, FAILED, "ix_outbox_event_waiting", "ix_outbox_event_retry_wait"}
+COUNTED = {DUE, SUCCEEDED, FAILED, WAITING, "ix_outbox_event_retry_wait"}
 
-# Of 100 rows 92 are settled, 4 are in back-off, 2 are due and 2 leased, half of these expired. Ids and times advance
+# Of 100 rows 90 are settled, 2 wait for their ordering keys' turn, half of them for the same key's, 4 are in back-off, 2 are due and 2 leased, half of these expired. Ids and times advance
 # together, as they do in life, and the unsettled are the newest.
 _FILL = """
-INSERT INTO outbox_event (topic, event_id, payload, payload_sha256, status, attempts, max_attempts, redrives,
+INSERT INTO outbox_event (topic, event_id, payload, payload_sha256, ordering_key, status, attempts, max_attempts, redrives,
     next_attempt_at, lease_owner, lease_token, lease_expires_at, last_error_code, receipt, response_sha256,
     created_at, updated_at)
-SELECT :topic, 'bulk-' || n, '{}', :hash, status, CASE status WHEN 'pending' THEN 0 ELSE 1 END, 5, 0,
+SELECT :topic, 'bulk-' || n, '{}', :hash,
+    CASE WHEN status = 'waiting' THEN CASE n % 2 WHEN 0 THEN 'hot' ELSE 'key-' || n END END,
+    status, CASE WHEN status = 'pending' OR status = 'waiting' THEN 0 ELSE 1 END, 5, 0,
     CASE status WHEN 'retry_wait' THEN :now + n ELSE :now - :rows + n * 0.5 END,
     CASE status WHEN 'leased' THEN 'w' END, CASE status WHEN 'leased' THEN 't' || n END,
     CASE status WHEN 'leased' THEN :now + (n % 2) * 1000 END,
@@ -48,7 +55,7 @@ SELECT :topic, 'bulk-' || n, '{}', :hash, status, CASE status WHEN 'pending' THE
     :now - :rows, :now - :rows + n * 0.5
 FROM (
     SELECT n, CASE WHEN n > :rows * 0.98 THEN 'pending' WHEN n > :rows * 0.96 THEN 'leased'
-        WHEN n > :rows * 0.92 THEN 'retry_wait' WHEN n % 50 = 0 THEN 'failed' ELSE 'succeeded' END AS status
+        WHEN n > :rows * 0.92 THEN 'retry_wait' WHEN n > :rows * 0.90 THEN 'waiting' WHEN n % 50 = 0 THEN 'failed' ELSE 'succeeded' END AS status
     FROM (NUMBERS) AS numbers
 ) AS made
 """
@@ -239,6 +246,14 @@ def _join(outbox: Outbox) -> None:
         transaction.rollback()
 
 
+def _claimed(outbox: Outbox, event: Any, key: str) -> Claim:
+    outbox.enqueue(event, ordering_key=key, now=T - 2 * MANY)  # before all others
+    claim = outbox.claim(WORKER, lease_seconds=86400, now=T - MANY)
+    assert claim is not None
+    assert claim.event_id == event["id"]
+    return claim
+
+
 def verbs(outbox: Outbox) -> Iterator[Verb]:
     """In an order in which each finds something to do."""
     _join(outbox)  # the first time the schema is checked, with statements that are not ours
@@ -247,22 +262,30 @@ def verbs(outbox: Outbox) -> Iterator[Verb]:
     assert len(claims) == 8
     outbox.fail(claims[0], "network", now=T - MANY)
     first, second, third, fourth = claims[1:5]
+    keyed = _claimed(outbox, note("hot"), "a key of its own")
+    outbox.fail(_claimed(outbox, note("given-up"), "another"), "network", now=T - MANY)
 
     yield Verb("enqueue", lambda o: o.enqueue(note("new"), now=T), {NAME})
     yield Verb("enqueue again", lambda o: o.enqueue(note("new"), now=T), {NAME})
     yield Verb("enqueue many", lambda o: o.enqueue_many([note("a"), note("b")], now=T), {NAME})
     yield Verb("enqueue many again", lambda o: o.enqueue_many([note("a"), note("c")], now=T), {NAME})
     yield Verb("enqueue in a host's transaction", _join, {NAME})
-    yield Verb("ready", lambda o: o.ready(now=T), {DUE})
+    yield Verb("enqueue keyed", lambda o: o.enqueue(note("k"), ordering_key="new", now=T), {NAME, KEY, *SWEEP})
+    yield Verb("enqueue a hot key", lambda o: o.enqueue(note("h"), ordering_key="hot", now=T), {NAME, KEY, *SWEEP})
+    yield Verb("ready", lambda o: o.ready(now=T), {DUE, *SWEEP})
     yield Verb("complete", lambda o: o.complete(first, response(first.event_id), now=T - MANY), {KEY})
     yield Verb("fail", lambda o: o.fail(second, "network", now=T - MANY), {KEY})
     yield Verb("settle", lambda o: o.settle([Failure(third, "network"), Success(fourth, {})], now=T - MANY), {KEY})
     yield Verb("settle what is lost", lambda o: o.settle([Failure(third, "network")], now=T), {KEY, LEASE, NAME})
     yield Verb("renew", lambda o: o.renew(claims[5:7], now=T - MANY), {KEY})
     yield Verb("release", lambda o: o.release(claims[7:], now=T - MANY), {KEY})
-    yield Verb("claim and recover", lambda o: o.claim(WORKER, now=T), {KEY, DUE})
-    yield Verb("claim many", lambda o: o.claim_batch(WORKER, now=T), {KEY, DUE})
-    yield Verb("claim from", lambda o: o.claim_batch(WORKER, due_from=T - 10, now=T), {KEY, DUE})
+    yield Verb("complete keyed", lambda o: o.complete(keyed, response("note-hot"), now=T - MANY), {KEY, *SWEEP})
+    yield Verb("claim and recover", lambda o: o.claim(WORKER, now=T), {KEY, DUE, *SWEEP})
+    yield Verb("claim many", lambda o: o.claim_batch(WORKER, now=T), {KEY, DUE, *SWEEP})
+    yield Verb("claim from", lambda o: o.claim_batch(WORKER, due_from=T - 10, now=T), {KEY, DUE, *SWEEP})
+    yield Verb("discard", lambda o: o.discard("note-given-up", now=T), {KEY, NAME, *SWEEP})
+    yield Verb("pause", lambda o: o.pause(reason="why", now=T), set())
+    yield Verb("resume", lambda o: o.resume(now=T), set())
     yield Verb("status", lambda o: o.status("note-1", now=T), {NAME})
     yield Verb("health", lambda o: o.health(now=T), COUNTED)
     yield Verb("redrive", lambda o: o.redrive("note-0", now=T), {KEY, NAME})

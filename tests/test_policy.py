@@ -19,7 +19,7 @@ DEFAULT = RetryPolicy()
 
 
 def test_the_defaults() -> None:
-    assert dataclasses.astuple(DEFAULT) == (5.0, 300.0, 3600.0)
+    assert dataclasses.astuple(DEFAULT) == (5.0, 300.0, 3600.0, "proportional")
 
 
 @pytest.mark.parametrize(

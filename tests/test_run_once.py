@@ -300,7 +300,10 @@ def test_deliver_returns_whatever_happened() -> None:
     claim = Claim(TOPIC, "note-1", "{}", "0" * 64, 1, 5, WORKER, "t" * 32, T + 600, 1)
     assert deliver(Scripted(), claim) == Success(claim, response())
     declared = DeliveryFailed("network", retryable=True, retry_after=5)
-    assert deliver(Scripted(raising(declared)), claim) == Failure(claim, "network", True, 5.0, None)
+    result = deliver(Scripted(raising(declared)), claim)
+    assert isinstance(result, Failure)
+    assert result.seconds is not None
+    assert result == Failure(claim, "network", True, 5.0, None, seconds=result.seconds)
 
 
 def quoting(claim: Claim) -> Any:

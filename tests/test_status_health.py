@@ -13,7 +13,7 @@ from sqlalchemy import Engine, create_engine, literal_column, text
 from sqlalchemy.pool import QueuePool
 
 from outbox import EventStatus, Health, Outbox
-from outbox.records import STATUSES
+from outbox.records import STATUSES, TopicStatus
 from outbox.values import sha256_hex
 from tests.support import (
     STATES,
@@ -38,6 +38,7 @@ from tests.support import (
 from tests.test_enqueue import forbidden
 
 NONE_YET = dict.fromkeys(STATUSES, 0)
+CLOSED = {TOPIC: TopicStatus(TOPIC, "closed")}
 
 
 @pytest.fixture
@@ -239,7 +240,7 @@ def test_deep_health_looks_at_every_row(
 
 def test_an_empty_outbox(outbox: Outbox) -> None:
     for deep in (False, True):
-        assert outbox.health(deep=deep) == Health("ok", NONE_YET, 0, 0, 0, None, ())
+        assert outbox.health(deep=deep) == Health("ok", NONE_YET, 0, 0, 0, None, (), CLOSED)
 
 
 def test_every_state_is_counted(outbox: Outbox) -> None:
@@ -250,15 +251,15 @@ def test_every_state_is_counted(outbox: Outbox) -> None:
             put(outbox, state, number)
     counts = {"pending": 5, "waiting": 0, "leased": 4, "retry_wait": 3, "succeeded": 2, "failed": 1}
     for deep in (False, True):
-        assert outbox.health(deep=deep, now=T) == Health("blocked", counts, 5, 0, 1, 0.0)  # type: ignore[arg-type]
+        assert outbox.health(deep=deep, now=T) == Health("blocked", counts, 5, 0, 1, 0.0, (), CLOSED)  # type: ignore[arg-type]
     assert outbox.health(now=T + 10).due == 8
 
 
-def test_waiting_is_counted_and_not_due(outbox: Outbox, engine: Engine) -> None:
-    put(outbox, "pending")
-    tamper(engine, status="waiting", ordering_key="a key")
+def test_waiting_is_counted_and_not_due(outbox: Outbox) -> None:
+    leased(outbox, ordering_key="a key")
+    outbox.enqueue(note(2), ordering_key="a key", now=T)
     health = outbox.health(deep=True, now=T)
-    assert (health.counts, health.due, health.oldest_due_age) == (NONE_YET | {"waiting": 1}, 0, None)
+    assert (health.counts, health.due, health.oldest_due_age) == (NONE_YET | {"leased": 1, "waiting": 1}, 0, None)
     assert outbox.claim(WORKER, now=T) is None
 
 

@@ -615,7 +615,11 @@ def test_an_error_that_is_none(outbox: Outbox, engine: Engine, code: Any, detail
     assert dump(engine) == before
 
 
-def test_batch_verbs_use_as_many_statements_for_many_as_for_two(outbox: Outbox) -> None:
+def test_batch_verbs_use_as_many_statements_for_many_as_for_two(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outbox.store.SWEEP_SECONDS", 1e9)  # a statement more, every so often
+    outbox.claim("worker", now=NOW)
     statements: list[str] = []
 
     def count(*arguments: Any) -> None:

@@ -6,15 +6,17 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from sqlalchemy import Engine, text
 
 from outbox import (
+    BreakerPolicy,
     Claim,
     DatabaseError,
     DeliveryFailed,
+    Failure,
     InputError,
     Outbox,
     RetryPolicy,
@@ -179,7 +181,7 @@ def test_stopping_finishes_what_is_in_flight_and_gives_back_the_rest(outbox: Out
         worker.stop()
         until(lambda: outbox.health().counts["pending"] == 8, "the unsent given back")
         gate.open()
-    assert (worker.stats.succeeded, worker.stats.released) == (2, 8)
+    assert (worker.stats.succeeded, worker.stats.released) == (2, 2)
     assert {outbox.status(f"event-{n}").attempts for n in range(2, 10)} == {0}
     assert len(destination.seen) == 2
 
@@ -196,17 +198,135 @@ def test_a_worker_outlives_a_delivery_past_its_grace(outbox: Outbox, caplog: pyt
     gate.open()
 
 
-@pytest.mark.parametrize(("lease", "expected"), [(2.0, 4), (9.0, 16), (600.0, 40)])
-def test_never_claims_more_than_it_can_start_within_half_the_lease(outbox: Outbox, lease: float, expected: int) -> None:
-    fill(outbox, 80)
+def test_claims_ahead_only_what_its_senders_finish_soon(outbox: Outbox) -> None:
+    """A slow destination's events are left to other workers; a fast one's are claimed in full batches."""
+    fill(outbox, 400)
     gate = Gate()
-    destination = Scripted(gate, timeout=1.0)
-    worker = Worker(outbox, {"test.plain": destination}, concurrency=4, batch=20, lease_seconds=lease)
-    with running(worker):
-        until(lambda: worker.stats.claimed >= expected or outbox.health().due == 80 - expected, "its hands full")
-        assert outbox.health().counts["leased"] <= expected
-        worker.stop()
+    slow = Worker(outbox, {"test.plain": Scripted(gate)}, concurrency=4, batch=20)
+    with running(slow):
+        until(lambda: slow.stats.claimed == 8, "one at work and one ahead for each sender")
+        assert outbox.health().counts["leased"] == 8
+        slow.stop()
         gate.open()
+    lane = slow._lanes["test.plain"]
+    lane.rate, lane.in_hand = 1e9, 0
+    assert (lane.capacity, lane.room) == (44, 44)
+
+
+def test_what_waits_for_senders_that_never_come_back_is_given_to_others(outbox: Outbox) -> None:
+    fill(outbox, 3)
+    gate, healthy = Gate(), Scripted()
+    stuck = Scripted(gate, timeout=0.1)
+    worker = Worker(outbox, {"test.plain": stuck}, lease_seconds=0.5, concurrency=1, grace_seconds=PATIENCE)
+    with running(worker):
+        until(lambda: worker.stats.claimed == 2, "one begun and one waiting")
+        until(lambda: worker.stats.released == 1, "the one that waited given back")
+        until(
+            lambda: bool(Worker(outbox, {"test.plain": healthy}).run(until_idle=True) and len(healthy.seen) >= 2),
+            "the others delivered by another",
+        )
+        gate.open()
+
+
+def test_a_rate_limit_is_kept_and_drains_all_the_same(outbox: Outbox) -> None:
+    fill(outbox, 40)
+    destination, began = Scripted(), time.monotonic()
+    Worker(outbox, {"test.plain": destination}, rate_limits={"test.plain": 50}).run(until_idle=True)
+    assert len(destination.seen) == 40
+    assert time.monotonic() - began >= (40 - 5) / 50  # five at once, and a fiftieth of a second for each after that
+
+
+@pytest.mark.parametrize(("rate", "burst"), [(0.5, 1), (5, 1), (50, 5), (1000, 100)])
+def test_a_rate_limit_never_lets_more_than_its_burst_go_at_once(rate: float, burst: int) -> None:
+    limit = worker_module._RateLimit(rate)
+    now, taken = time.monotonic(), 0
+    for step in range(200):
+        allowed = limit.allowance(now + step * 0.01)
+        assert allowed <= burst
+        assert (taken := taken + allowed) <= burst + rate * step * 0.01 + 1e-6
+        limit.take(allowed)
+    assert taken >= rate * 1.99 - 1
+    assert limit.allowance(now + 2 + limit.pause()) >= 1
+
+
+def test_each_topic_has_its_own_concurrency(engine: Engine) -> None:
+    outbox = Outbox(engine, [Plain("one"), Plain("many")])
+    gate = Gate()
+    one, many = Scripted(gate), Scripted(gate)
+    for topic in ("one", "many"):
+        outbox.enqueue_many([{"id": f"{topic}-{n}"} for n in range(20)], topic=topic)
+    with running(Worker(outbox, {"one": one, "many": many}, concurrency={"one": 1})):
+        until(lambda: (len(one.seen), len(many.seen)) == (1, 16), "each lane full")
+        gate.open()
+
+
+def down(claim: Claim) -> NoReturn:
+    raise DeliveryFailed("network", retryable=True, outage=True)
+
+
+def test_an_open_topic_gives_back_what_was_not_sent_and_is_probed_and_taken_up_again(engine: Engine) -> None:
+    outbox = Outbox(engine, [Plain()], breaker=BreakerPolicy(first_probe_seconds=0.05, max_probe_seconds=0.1))
+    fill(outbox, 60)
+    up = threading.Event()
+    destination = Scripted(lambda claim: None if up.is_set() else down(claim))
+    worker = Worker(outbox, {"test.plain": destination}, concurrency=1)
+    with running(worker):
+        until(lambda: outbox.health().topics["test.plain"].state == "open", "the topic open")
+        until(lambda: outbox.health().counts["leased"] <= 1, "nothing held but the probe")
+        seen = len(destination.seen)
+        until(lambda: len(destination.seen) >= seen + 2, "probes")
+        assert {outbox.status(f"event-{n}").attempts for n in range(60)} <= {0, 1}
+        up.set()
+        until(lambda: outbox.health().counts["succeeded"] >= 50, "everything delivered but what waits for its retry")
+        assert outbox.health().topics["test.plain"].state in ("ramp", "closed")
+        assert worker.stats.failed == 0
+
+
+def test_a_paused_topic_is_let_alone(outbox: Outbox) -> None:
+    fill(outbox, 5)
+    outbox.pause(reason="their migration")
+    destination = Scripted()
+    with running(Worker(outbox, {"test.plain": destination})):
+        until(lambda: outbox.gate("test.plain").state == "paused", "the pause seen")
+        assert destination.seen == []
+        outbox.resume()
+        until(lambda: len(destination.seen) == 5, "everything delivered once resumed")
+
+
+def test_a_pause_takes_back_what_no_sender_has_begun(outbox: Outbox) -> None:
+    fill(outbox, 5)
+    gate = Gate()
+    destination = Scripted(gate)
+    with running(Worker(outbox, {"test.plain": destination}, concurrency=1)):
+        until(lambda: outbox.health().counts["leased"] == 2, "one in flight and one ahead")
+        outbox.pause(reason="their migration")
+        until(lambda: outbox.health().counts["leased"] == 1, "the one ahead given back")
+        gate.open()
+        until(lambda: outbox.health().counts["succeeded"] == 1, "the one in flight settled")
+        assert outbox.health().counts["pending"] == 4
+
+
+def test_draining_goes_on_through_a_ramp(engine: Engine) -> None:
+    policy = BreakerPolicy(failures=1, first_probe_seconds=0.01, ramp_events=2, ramp_doubling_seconds=0.1)
+    outbox = Outbox(engine, [Plain()], breaker=policy)
+    fill(outbox, 30)
+    outbox.settle([Failure(claim, "network", outage=True) for claim in outbox.claim_batch("other", limit=1)])
+    destination = Scripted()
+    until(outbox.ready, "time for the probe")
+    assert Worker(outbox, {"test.plain": destination}).run(until_idle=True).succeeded >= 29  # one waits for its retry
+
+
+def test_ordered_events_are_delivered_one_after_another(engine: Engine) -> None:
+    outbox = Outbox(engine, [Plain()])
+    keys = [f"key-{n}" for n in range(5)]
+    for number in range(10):
+        for key in keys:
+            outbox.enqueue({"id": f"{key}:{number:02}"}, ordering_key=key)
+    destination = Scripted()
+    Worker(outbox, {"test.plain": destination}, concurrency=4).run(until_idle=True)
+    for key in keys:
+        seen = [claim.event_id for claim in destination.seen if claim.ordering_key == key]
+        assert seen == [f"{key}:{number:02}" for number in range(10)]
 
 
 def test_what_cannot_end_within_its_lease_is_not_begun(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,8 +382,12 @@ def test_results_the_database_would_not_take_in_time_are_let_go(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(outbox, 1)
-    monkeypatch.setattr(outbox, "settle", fails_with(DatabaseError("dispatch.database_busy")))
-    monkeypatch.setattr(outbox, "renew", fails_with(DatabaseError("dispatch.database_busy")))
+
+    def busy(*_: Any, **__: Any) -> NoReturn:
+        raise DatabaseError("dispatch.database_busy")
+
+    monkeypatch.setattr(outbox, "settle", busy)
+    monkeypatch.setattr(outbox, "renew", busy)
     worker = Worker(outbox, {"test.plain": Scripted(timeout=0.1)}, lease_seconds=0.5)
     with running(worker):
         until(lambda: worker.stats.lost == 1, "the result dropped once its lease was over")
@@ -309,6 +433,14 @@ def test_an_observer_that_fails_is_only_logged(outbox: Outbox, caplog: pytest.Lo
         ({"worker_id": "w" * 129}, "dispatch.worker_invalid"),
         ({"concurrency": 0}, "dispatch.limit_invalid"),
         ({"concurrency": True}, "dispatch.limit_invalid"),
+        ({"concurrency": {"test.plain": 0}}, "dispatch.limit_invalid"),
+        ({"concurrency": {"other": 1}}, "dispatch.topic_unknown"),
+        ({"rate_limits": {"test.plain": 0}}, "dispatch.limit_invalid"),
+        ({"rate_limits": {"test.plain": True}}, "dispatch.limit_invalid"),
+        ({"rate_limits": {"test.plain": float("nan")}}, "dispatch.limit_invalid"),
+        ({"rate_limits": {"other": 1}}, "dispatch.topic_unknown"),
+        ({"rate_limits": 0}, "dispatch.limit_invalid"),
+        ({"rate_limits": "5"}, "dispatch.limit_invalid"),
         ({"batch": 1001}, "dispatch.limit_invalid"),
         ({"lease_seconds": 5.0}, "dispatch.lease_too_short"),
         ({"lease_seconds": 86_401}, "dispatch.lease_invalid"),

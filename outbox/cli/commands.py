@@ -49,6 +49,8 @@ def program(context: click.Context) -> None:
                    outbox worker
     To look:       outbox health
                    outbox status EVENT_ID
+    To act:        outbox redrive EVENT_ID
+                   outbox pause TOPIC --reason TEXT
 
     Options can also be given as environment variables, named beside them. Every error is one line on standard error
     with a stable code, and exit status 2.
@@ -115,15 +117,14 @@ def migrate(database_url: str, revision: str, sql: bool) -> None:
 
 @program.command(short_help="Enqueue events from a file of JSON lines.")
 @click.argument("file")
-@options.database()
-@options.pooler
+@options.outbox
 @options.topic("The contract that the events follow.  [default: the only one]")
 @options.setting("--max-attempts", type=int, default=5, show_default=True, metavar="N",
                  help="Deliveries to try before an event fails, 1 to 20.")  # fmt: skip
 @click.option(
     "--keep-going", is_flag=True, help="Enqueue the good lines, report the bad ones, exit 2 if there are any."
 )
-def enqueue(file: str, database_url: str, pooler: bool, topic: str | None, max_attempts: int, keep_going: bool) -> None:
+def enqueue(file: str, where: options.Where, topic: str | None, max_attempts: int, keep_going: bool) -> None:
     """Enqueue the events in FILE, one JSON object a line (- reads standard input).
 
     All of them or none: a bad line is named by its number, and nothing of the file is enqueued. An event that is there
@@ -133,7 +134,7 @@ def enqueue(file: str, database_url: str, pooler: bool, topic: str | None, max_a
     Example:  outbox enqueue changes.jsonl
               zcat changes.jsonl.gz | outbox enqueue --keep-going -
     """
-    with lines.open_file(file, sys.stdin.buffer) as events, compose.opened(database_url, pooled=pooler) as outbox:
+    with lines.open_file(file, sys.stdin.buffer) as events, compose.located(where) as outbox:
         outbox.check()
         outbox.enqueue_many([], topic=topic, max_attempts=max_attempts)  # refuses what is wrong for every line
         size = os.fstat(events.fileno()).st_size
@@ -178,7 +179,8 @@ def worker(context: click.Context, /, quiet: bool, verbose: bool, **given: Any) 
         stopper = serve.Stopper()
         stack.enter_context(serve.stopping(stopper))
         if given["app"] is not None:
-            options.only_without_app(context)
+            heard = {"app", "until_idle", "quiet", "verbose"}
+            options.only_without_app(context, *(name for name in context.params if name not in heard))
             runner = compose.host_worker(given["app"])
         else:
             runner = _cms_worker(context, stack, given, verbose=verbose)
@@ -214,12 +216,11 @@ def _cms_worker(context: click.Context, stack: ExitStack, given: dict[str, Any],
 
 @program.command(short_help="Show one event: state, attempts, last error, receipt.")
 @click.argument("event_id")
-@options.database()
-@options.pooler
+@options.outbox
 @options.topic("The topic the event is in.  [default: the only one]")
 @options.as_json
-def status(event_id: str, database_url: str, pooler: bool, topic: str | None, as_json: bool) -> None:
-    """Show one event: its state, attempts, last error and receipt.
+def status(event_id: str, where: options.Where, topic: str | None, as_json: bool) -> None:
+    """Show one event: its state, attempts, failures and receipt.
 
     Never its content. Times are UTC.
 
@@ -227,7 +228,7 @@ def status(event_id: str, database_url: str, pooler: bool, topic: str | None, as
     Example:  outbox status site-4:conf:00003
               outbox status site-4:conf:00003 --json | jq -r .status
     """
-    with compose.opened(database_url, pooled=pooler) as outbox:
+    with compose.located(where) as outbox:
         fields = output.status_fields(outbox.status(event_id, topic=topic))
     if as_json:
         output.say_json(fields)
@@ -236,21 +237,21 @@ def status(event_id: str, database_url: str, pooler: bool, topic: str | None, as
 
 
 @program.command(short_help="Say whether events flow (exit status 0, 1 or 2).")
-@options.database()
-@options.pooler
+@options.outbox
 @options.as_json
 @click.option("--deep", is_flag=True, help="Check every row and the database's own integrity. Reads everything.")
-def health(database_url: str, pooler: bool, as_json: bool, deep: bool) -> int:
+def health(where: options.Where, as_json: bool, deep: bool) -> int:
     """Say whether events flow: exit status 0 ok, 1 blocked, 2 cannot tell.
 
-    Blocked means that events have failed, or that leases have ended and no worker has taken the events up again. Cheap
-    however many events there are, so a monitor may ask every few seconds.
+    Blocked means that events have failed, or that leases have ended and no worker has taken the events up again. Also
+    shows each topic: closed (all is well), open (its destination is down), held (it asked for a pause), ramp (it is
+    back) or paused. Cheap however many events there are, so a monitor may ask every few seconds.
 
     \b
     Example:  outbox health
               outbox health --json | jq .oldest_due_age
     """
-    with compose.opened(database_url, pooled=pooler) as outbox:
+    with compose.located(where) as outbox:
         found = outbox.health(deep=deep)
         advice = outbox.check()
     if as_json:
@@ -262,14 +263,11 @@ def health(database_url: str, pooler: bool, as_json: bool, deep: bool) -> int:
 
 @program.command()
 @click.argument("event_id", required=False)
-@options.database()
-@options.pooler
+@options.outbox
 @options.topic("The topic the events are in.  [default: the only one]")
 @click.option("--all", "every", is_flag=True, help="Every failed event.")
 @click.option("--error-code", metavar="CODE", help="With --all: only those that failed with this code.")
-def redrive(
-    event_id: str | None, database_url: str, pooler: bool, topic: str | None, every: bool, error_code: str | None
-) -> None:
+def redrive(event_id: str | None, where: options.Where, topic: str | None, every: bool, error_code: str | None) -> None:
     """Make failed events due again, with all their attempts.
 
     Do this once the cause is mended; `outbox status` says what it was.
@@ -280,7 +278,7 @@ def redrive(
     """
     if every == (event_id is not None) or (error_code is not None and not every):
         raise CommandLineError("cli.usage", "give either one EVENT_ID, or --all with or without --error-code")
-    with compose.opened(database_url, pooled=pooler) as outbox:
+    with compose.located(where) as outbox:
         if event_id is not None:
             outbox.redrive(event_id, topic=topic)
             redriven = 1
@@ -291,14 +289,60 @@ def redrive(
     output.say_lines({"redriven": redriven})
 
 
+@program.command(short_help="Give up a failed event that holds back later ones.")
+@click.argument("event_id")
+@options.outbox
+@options.topic("The topic the event is in.  [default: the only one]")
+def discard(event_id: str, where: options.Where, topic: str | None) -> None:
+    """Give up a failed event, so that later ones of its ordering key are delivered.
+
+    It stays failed, with the code `discarded`, until it is purged. To have it delivered instead, redrive it.
+
+    \b
+    Example:  outbox discard site-4:conf:00003
+    """
+    with compose.located(where) as outbox:
+        found = outbox.discard(event_id, topic=topic)
+    output.say_lines({"event_id": found.event_id, "status": found.status, "last_error_code": found.last_error_code})
+
+
+@program.command(short_help="Let nothing of a topic be delivered for now.")
+@click.argument("topic")
+@options.outbox
+@click.option("--reason", required=True, metavar="TEXT", help="Why, for whoever finds it paused.")
+def pause(topic: str, where: options.Where, reason: str) -> None:
+    """Let nothing of TOPIC be delivered until it is resumed.
+
+    All workers heed it at once, also after a restart. What is under way ends as it may; events are still enqueued, and
+    wait at no attempt's cost. `outbox health` shows it.
+
+    \b
+    Example:  outbox pause cms.change --reason "their migration, until Monday"
+    """
+    with compose.located(where) as outbox:
+        output.say_lines(output.topic_fields(outbox.pause(topic, reason=reason)))
+
+
+@program.command(short_help="Deliver a topic's events again.")
+@click.argument("topic")
+@options.outbox
+def resume(topic: str, where: options.Where) -> None:
+    """End a pause. A topic that is open, because its destination was down, is probed at once.
+
+    \b
+    Example:  outbox resume cms.change
+    """
+    with compose.located(where) as outbox:
+        output.say_lines(output.topic_fields(outbox.resume(topic)))
+
+
 @program.command()
-@options.database()
-@options.pooler
+@options.outbox
 @options.topic("Only events of this topic.  [default: all topics]")
 @click.option("--older-than", callback=options.duration, required=True, metavar="DURATION",
               help="How long ago an event must have been settled, such as 90s, 12h, 30d or 4w.")  # fmt: skip
 @click.option("--include-failed", is_flag=True, help="Delete failed events too, not only succeeded ones.")
-def purge(database_url: str, pooler: bool, topic: str | None, older_than: float, include_failed: bool) -> None:
+def purge(where: options.Where, topic: str | None, older_than: float, include_failed: bool) -> None:
     """Delete events that were settled long ago.
 
     With an event goes its receipt, and the proof that it was enqueued before: the same event enqueued later is a new
@@ -307,7 +351,7 @@ def purge(database_url: str, pooler: bool, topic: str | None, older_than: float,
     \b
     Example:  outbox purge --older-than 30d
     """
-    with compose.opened(database_url, pooled=pooler) as outbox:
+    with compose.located(where) as outbox:
         deleted = _in_batches(
             "deleting",
             lambda: outbox.purge(older_than_seconds=older_than, topic=topic, include_failed=include_failed),

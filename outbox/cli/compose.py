@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import Connection, Engine
 
 from outbox.cli.boundary import CommandLineError, place
+from outbox.cli.options import Where
 from outbox.contracts.base import Contract
 from outbox.contracts.cms import CMS_CHANGE
 from outbox.dialects import dialect_for
@@ -48,6 +49,23 @@ def opened(url: str, *, pooled: bool, retry: RetryPolicy | None = None) -> Itera
             yield Outbox(engine, contracts=CONTRACTS, retry=retry)
     finally:
         engine.dispose()
+
+
+@contextmanager
+def located(where: Where) -> Iterator[Outbox]:
+    """The outbox that a command speaks of, closed afterwards if it was opened here.
+
+    Raises:
+        CommandLineError, DatabaseError, InputError: as :func:`opened` and :func:`host_worker`.
+    """
+    if where.app is None:
+        assert where.database_url is not None
+        with opened(where.database_url, pooled=where.pooler) as outbox:
+            yield outbox
+    else:
+        outbox = host_worker(where.app).outbox
+        with explained(outbox.engine):
+            yield outbox
 
 
 @contextmanager

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import click
 
@@ -45,6 +46,42 @@ def pooler(command: Any) -> Any:
         "--pooler", is_flag=True,
         help="The URL leads to a pooler in transaction mode, such as PgBouncer.",
     )(command)  # fmt: skip
+
+
+class Where(NamedTuple):
+    """Which outbox a command speaks of: that of a host's own worker, or one at a URL."""
+
+    database_url: str | None
+    pooler: bool
+    app: str | None
+
+
+def outbox(command: Any) -> Any:
+    """The outbox a command speaks of, as its argument ``where``."""
+
+    @functools.wraps(command)
+    def located(*arguments: Any, database_url: str | None, pooler: bool, app: str | None, **given: Any) -> Any:
+        return command(*arguments, where=_where(Where(database_url, pooler, app)), **given)
+
+    app = setting(
+        "--app", metavar="MODULE:FACTORY",
+        help="Speak of the outbox of the Worker that this function returns: for topics other than the CMS's.",
+    )  # fmt: skip
+    return database(required=False)(pooler(app(located)))
+
+
+def _where(where: Where) -> Where:
+    """Refuse two databases, and none.
+
+    Raises:
+        CommandLineError: ``cli.usage``.
+    """
+    context = click.get_current_context()
+    if where.app is None:
+        together(context, "database_url")
+    else:
+        only_without_app(context, "database_url", "pooler")
+    return where
 
 
 def topic(words: str) -> Decorator:
@@ -116,18 +153,17 @@ _WORKER_OPTIONS: Final[tuple[Decorator, ...]] = (
 )  # fmt: skip
 
 
-def only_without_app(context: click.Context) -> None:
-    """Refuse options, given by hand, that a host's own worker would not hear of.
+def only_without_app(context: click.Context, *names: str) -> None:
+    """Refuse options of those, given by hand, of which a host's own worker would not hear.
 
     Raises:
         CommandLineError: ``cli.usage``.
     """
     by_hand = click.core.ParameterSource.COMMANDLINE
-    heard = {"app", "until_idle", "quiet", "verbose"}
-    given = [name for name in context.params if name not in heard and context.get_parameter_source(name) == by_hand]
+    given = [name for name in names if context.get_parameter_source(name) == by_hand]
     if given:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise CommandLineError("cli.usage", f"{names}: not together with --app, whose factory decides")
+        said = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise CommandLineError("cli.usage", f"{said}: not together with --app, whose factory decides")
 
 
 def together(context: click.Context, *names: str) -> dict[str, Any]:

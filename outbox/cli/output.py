@@ -16,13 +16,15 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
 from rich.table import Table
 from rich.text import Text
 
-from outbox.records import EventStatus, Health
+from outbox.records import EventStatus, Health, TopicStatus
 
-_TIMES: Final = frozenset({"next_attempt_at", "lease_expires_at", "created_at", "updated_at"})
+_TIMES: Final = frozenset({
+    "next_attempt_at", "lease_expires_at", "created_at", "updated_at", "ended_at", "since", "until",
+})  # fmt: skip
 #: Colours of words that decide something.
 _STYLES: Final = {
     "ok": "green", "blocked": "bold red", "succeeded": "green", "failed": "red", "retry_wait": "yellow",
-    "leased": "cyan",
+    "leased": "cyan", "open": "bold red", "held": "yellow", "ramp": "yellow", "paused": "yellow",
 }  # fmt: skip
 
 Fields = Mapping[str, Any]
@@ -44,21 +46,32 @@ def iso(moment: float) -> str:
 
 def status_fields(status: EventStatus) -> dict[str, Any]:
     """An event's status with its times for people."""
-    fields = {field.name: getattr(status, field.name) for field in dataclasses.fields(status)}
-    return {
-        name: iso(value) if name in _TIMES and value is not None else _plain(value) for name, value in fields.items()
-    }
+    return _fields(status)
 
 
 def health_fields(health: Health) -> dict[str, Any]:
     """The fields of Health, as JSON can carry them."""
-    return {field.name: _plain(getattr(health, field.name)) for field in dataclasses.fields(health)}
+    return _fields(health)
+
+
+def topic_fields(topic: TopicStatus) -> dict[str, Any]:
+    """How a topic fares, with its times for people."""
+    return _fields(topic)
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    named = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    return {
+        name: iso(value) if name in _TIMES and value is not None else _plain(value) for name, value in named.items()
+    }
 
 
 def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return _fields(value)
     if isinstance(value, Mapping):
-        return dict(value)
-    return list(value) if isinstance(value, tuple) else value
+        return {name: _plain(each) for name, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value
 
 
 def say_json(value: Any) -> None:
@@ -92,6 +105,9 @@ def say_health(health: Health, advice: str | None) -> None:
     screen.print(Text.assemble("outbox ", (health.status, _STYLES[health.status])))
     screen.print(_counts(health))
     screen.print(_sentence(health), soft_wrap=True)
+    for topic in health.topics.values():
+        if topic.state != "closed":
+            screen.print(_topic_sentence(topic), soft_wrap=True)
     if advice:
         screen.print(Text(f"advice: {advice}", style="yellow"))
 
@@ -114,10 +130,25 @@ def _sentence(health: Health) -> Text:
     return Text(", ".join(parts))
 
 
+def _topic_sentence(topic: TopicStatus) -> Text:
+    words = {
+        "open": ", its destination is down; next probe", "held": ", its destination asked for a pause until",
+        "ramp": ", its destination is back, and taken up little by little", "paused": "",
+    }  # fmt: skip
+    said = Text.assemble("topic ", topic.topic, ": ", (topic.state, _STYLES[topic.state]), words[topic.state])
+    if topic.until is not None:
+        said.append(f" {iso(topic.until)}")
+    if topic.since is not None:
+        said.append(f", since {iso(topic.since)}")
+    return said.append("" if topic.reason is None else f" ({topic.reason})")
+
+
 def _flattened(fields: Fields, prefix: str = "") -> Iterator[tuple[str, str]]:
     for name, value in fields.items():
         if isinstance(value, Mapping):
             yield from _flattened(value, f"{prefix}{name}.")
+        elif isinstance(value, list) and any(isinstance(each, Mapping) for each in value):
+            yield from _flattened({str(number): each for number, each in enumerate(value, 1)}, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", _word(value)
 

@@ -23,7 +23,6 @@ from sqlalchemy import (
     bindparam,
     case,
     delete,
-    exists,
     func,
     literal,
     null,
@@ -37,6 +36,7 @@ from sqlalchemy.exc import DBAPIError, DisconnectionError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.sql import ColumnElement, Select
 from sqlalchemy.sql.dml import ReturningUpdate, Update
+from sqlalchemy.sql.selectable import ScalarSelect
 
 from outbox import schema
 from outbox.breaker import TopicState
@@ -340,7 +340,7 @@ class Dialect(ABC):
     #
     # Of each key the head alone stands in the due index. Whoever may change which event is the head, a producer or
     # whoever has ended the last one, holds the key meanwhile: a producer until its host commits, so that events have
-    # ids in the order in which they become visible. A worker never waits for that; see Outbox._advance.
+    # ids in the order in which they become visible. A worker never waits for that; see Outbox._look_for_stranded.
 
     def hold_keys(self, connection: Connection, topic: str, keys: Sequence[str]) -> None:  # noqa: B027 - see below
         """Hold ordering keys until the transaction ends, waiting for other holders. One writer needs nothing."""
@@ -519,7 +519,7 @@ class Dialect(ABC):
             .where(
                 event.c.id == first,
                 hidden(event.c.status == "waiting"),
-                *(~exists(select(rows.c.id).where(*of_key, each)) for each in in_the_way),
+                *(_one_of_key(rows, topic, key, each).is_(None) for each in in_the_way),
                 *self._may_promote(),
             )
             .values(status="pending", next_attempt_at=due_at, updated_at=due_at)
@@ -543,8 +543,10 @@ _NEXT_KEY = (
     f"(SELECT ordering_key FROM {schema.EVENT_TABLE} WHERE topic = :of_topic AND ({schema.WAITING})"
     " AND ordering_key > {} ORDER BY ordering_key LIMIT 1)"
 )
+# As _one_of_key.
 _OF_KEY = (
-    f"EXISTS (SELECT 1 FROM {schema.EVENT_TABLE} WHERE topic = :of_topic AND ordering_key = keys.value AND ({{}}))"
+    f"(SELECT id FROM {schema.EVENT_TABLE} WHERE topic = :of_topic AND ordering_key >= keys.value"
+    " AND ordering_key <= keys.value AND ({}) ORDER BY ordering_key LIMIT 1) IS NOT NULL"
 )
 # From key to key by the index, whatever number of events waits for each.
 _WAITING_KEYS = text(
@@ -573,6 +575,18 @@ _READY = select(
         _EXPIRED_FIRST.order_by(event.c.lease_expires_at).limit(1).scalar_subquery().is_not(None),
     )
 )
+
+
+def _one_of_key(
+    rows: Any, topic: ColumnElement[str], key: ColumnElement[str], condition: TextClause
+) -> ScalarSelect[int]:
+    """One of the rows of an ordering key under a condition, or NULL.
+
+    Asked for as the first of a range: an equality's order is worth nothing to PostgreSQL, which then may take another
+    index, by which there are as many rows as have failed in all.
+    """
+    of_key = (rows.c.topic == topic, rows.c.ordering_key >= key, rows.c.ordering_key <= key)
+    return select(rows.c.id).where(*of_key, condition).order_by(rows.c.ordering_key).limit(1).scalar_subquery()
 
 
 def of_topic(topic: str) -> ColumnElement[bool]:
