@@ -133,12 +133,12 @@ class _Lane:
         return free if 2 * free >= capacity else 0
 
     def measure(self, now: float) -> None:
-        """See how fast the senders are while they have work."""
+        """See how fast the senders are while they have work: quick to believe more, slower to believe less."""
         seconds = now - self.measured_at
         if seconds < MEASURED_SECONDS:
             return
-        if self.in_hand and seconds < 2 * MEASURED_SECONDS:  # otherwise there was a pause in between
-            self.rate = (self.rate + self.finished / seconds) / 2
+        if self.finished:
+            self.rate = max(self.finished / seconds, self.rate / 2)
         self.finished, self.measured_at = 0, now
 
     def stalled(self, now: float, seconds: float) -> bool:
