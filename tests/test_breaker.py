@@ -220,6 +220,12 @@ def test_a_ramp_doubles() -> None:
     assert state.allowance(T - 100, 1000, POLICY) == 2
 
 
+def test_a_long_ramp_of_short_doublings() -> None:
+    """The number of events outgrows every float long before the ramp ends."""
+    policy = BreakerPolicy(ramp_doubling_seconds=0.001, ramp_seconds=86_400)
+    assert TopicState(TOPIC, closed_at=T).allowance(T + 86_399, 1000, policy) == 1000
+
+
 def test_gone_pauses_and_stays_paused() -> None:
     state = after(TopicState(TOPIC), refusal(made(), http_status=410, gone=True))
     assert (state.gate(T, POLICY), state.paused_at, state.pause_reason) == ("paused", T, "gone")
