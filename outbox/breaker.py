@@ -94,6 +94,12 @@ class TopicState:
             return replace(self, probe_token=claims[0].lease_token, probe_at=claims[0].lease_expires_at)
         return replace(self, ramp_claimed=self.ramp_claimed + len(claims))
 
+    def renewed(self, tokens: Iterable[str], expires_at: float) -> TopicState:
+        """The state once leases have been moved: a probe's turn lasts for as long as its lease."""
+        if self.probe_token is None or self.probe_token not in tokens:
+            return self
+        return replace(self, probe_at=expires_at)
+
     def released(self, tokens: Iterable[str], now: float) -> TopicState:
         """The state once claims have been given back unsent."""
         if self.probe_token is None or self.probe_token not in tokens:

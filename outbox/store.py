@@ -542,12 +542,17 @@ class Outbox:
         now = check_now(now)
         if not wanted:
             return []
-        with self._transaction(now, write=True) as (connection, moment, _, _):
+        with self._transaction(now, write=True) as (connection, moment, _, topics):
             expires_at = lease_end(moment, seconds)
             live = _in_turn(
                 wanted,
                 lambda turn: self._dialect.renew(connection, [wanted[index] for index in turn], expires_at, moment),
             )
+            tokens = {wanted[index].lease_token for index in live}
+            for topic, state in sorted(topics.items()):
+                if state.probe_token in tokens:
+                    locked = self._dialect.lock_topic(connection, topic)
+                    self._dialect.write_topic(connection, locked.renewed(tokens, expires_at))
         return [_renewed(wanted[index], expires_at) for index in sorted(live)]
 
     def release(self, claims: Iterable[Claim], *, now: float | None = None) -> list[Settled]:

@@ -283,6 +283,60 @@ def hold_together(state: TopicState, now: float, policy: BreakerPolicy) -> None:
     assert state.status(now, policy).state == gate
 
 
+@settings(max_examples=150, deadline=None)
+@given(st.data(), policies)
+def test_any_history_at_any_times(data: st.DataObject, policy: BreakerPolicy) -> None:
+    """Clocks may step in either direction, and results may come from claims of any age."""
+    state, claims = TopicState(TOPIC), [made("note-0")]
+    for step in range(data.draw(st.integers(1, 25))):
+        now = data.draw(times)
+        act = data.draw(st.sampled_from(["claim", "settle", "settle", "release", "renew", "pause", "resume"]))
+        claim = data.draw(st.sampled_from(claims))
+        if act == "claim" and (room := state.allowance(now, 3, policy)):
+            new = [made(f"note-{step % 4}", f"{step}-{each}", expires=now + 10) for each in range(room)]
+            state = state.claimed(new, now, policy)
+            claims += new
+        elif act == "settle":
+            state = state.after(data.draw(failures(claim)), now, policy)
+        elif act == "release":
+            state = state.released({claim.lease_token}, now)
+        elif act == "renew":
+            state = state.renewed({claim.lease_token}, now + 10)
+        elif act == "pause":
+            state = state.paused("by hand", now)
+        elif act == "resume":
+            state = state.resumed(now)
+        hold_together(state, now, policy)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), policies)
+def test_never_two_probes_at_once(data: st.DataObject, policy: BreakerPolicy) -> None:
+    policy = replace(policy, enabled=True)
+    state, now = TopicState(TOPIC, opened_at=0.0, error_code="down", probe_at=0.0), 0.0
+    probes: dict[str, Claim] = {}
+    for step in range(data.draw(st.integers(1, 30))):
+        now += data.draw(st.sampled_from([0.0, 0.5, 5.0, 100.0]))
+        probes = {token: claim for token, claim in probes.items() if claim.lease_expires_at > now}
+        act = data.draw(st.sampled_from(["claim", "claim", "settle", "release", "renew"]))
+        if act == "claim" and state.allowance(now, 5, policy):
+            assert not probes
+            claim = made(f"note-{step}", expires=now + 10)
+            state = state.claimed([claim], now, policy)
+            probes[claim.lease_token] = claim
+        elif act == "renew" and probes:
+            (claim,) = probes.values()
+            probes[claim.lease_token] = replace(claim, lease_expires_at=now + 10)
+            state = state.renewed({claim.lease_token}, now + 10)
+        elif act == "release" and probes:
+            state = state.released(set(probes), now)
+            probes = {}
+        elif act == "settle":
+            claim = probes.popitem()[1] if probes and data.draw(st.booleans()) else made("in flight")
+            state = state.after(data.draw(st.sampled_from([down(claim), odd(claim), unsent(claim)])), now, policy)
+        assert state.gate(now, policy) == "open"
+
+
 # -- what opens a topic ---------------------------------------------------------------------------------------------
 
 
@@ -492,6 +546,18 @@ def test_a_probe_that_is_lost_is_replaced(
     assert gate(outbox, at) == "open"
     settled(outbox, [well(other)], at)
     assert gate(outbox, at) == "ramp"
+
+
+def test_a_renewed_probe_is_still_the_only_one(outbox: Outbox, engine: Engine) -> None:
+    opened(outbox)
+    probe = claimed(outbox, T + 1, lease_seconds=10)
+    (renewed,) = outbox.renew([probe], lease_seconds=30, now=T + 10)
+    assert outbox.claim_batch(WORKER, now=T + 12) == []
+    assert outbox.health(now=T + 12).topics[TOPIC].until == T + 40
+    settled(outbox, [down(renewed)], T + 39)
+    state = state_of(engine)
+    assert state is not None
+    assert (state.probes, state.probe_at) == (1, T + 41)
 
 
 def test_a_probe_whose_payload_was_tampered_with(outbox: Outbox, engine: Engine) -> None:
