@@ -65,6 +65,8 @@ class TopicState:
         """What stands between a claim and the topic's events."""
         if self.paused_at is not None:
             return "paused"
+        if not policy.enabled:  # though somebody else's may be
+            return "closed"
         if self.opened_at is not None:
             return "open"
         if self.held_until is not None and now < self.held_until:
@@ -169,6 +171,8 @@ class TopicState:
         return TopicStatus(self.topic, gate, since, reason, until)
 
 
-def spares(state: TopicState, result: Result) -> bool:
+def spares(state: TopicState, result: Result, policy: BreakerPolicy) -> bool:
     """Whether an attempt is not counted: it failed for the destination's sake while the topic is (or became) open."""
-    return state.opened_at is not None and isinstance(result, Failure) and result.outage and result.retryable
+    if not policy.enabled or state.opened_at is None:
+        return False
+    return isinstance(result, Failure) and result.outage and result.retryable

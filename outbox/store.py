@@ -624,7 +624,7 @@ class Outbox:
             if result is not None:
                 state = states.get(claim.topic) or TopicState(claim.topic)
                 states[claim.topic] = state = state.after(result, transaction.now, self.breaker_policy)
-                spared = spares(state, result)
+                spared = spares(state, result, self.breaker_policy)
             changes.append(change(transaction.now, spared))
         return changes
 

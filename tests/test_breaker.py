@@ -244,6 +244,17 @@ def test_a_pause_outlasts_what_happens_meanwhile() -> None:
     assert (resumed.gate(T + 0.5, POLICY), resumed.allowance(T + 0.5, 10, POLICY)) == ("open", 1)
 
 
+def test_without_a_breaker_nothing_opens_and_what_is_open_is_passed_over() -> None:
+    policy = BreakerPolicy(enabled=False)
+    assert after(TopicState(TOPIC), *run_of(50), policy=policy) == TopicState(TOPIC)
+    assert after(TopicState(TOPIC), down(made(), retry_after=60), policy=policy).allowance(T, 9, policy) == 9
+    opened = after(TopicState(TOPIC), *run_of(5))
+    for state in (opened, replace(TopicState(TOPIC), held_until=T + 60), TopicState(TOPIC, closed_at=T)):
+        assert (state.gate(T, policy), state.allowance(T, 1000, policy)) == ("closed", 1000)
+    assert not spares(opened, down(made()), policy)
+    assert opened.paused("by hand", T).allowance(T, 9, policy) == 0
+
+
 times = st.floats(0, 200_000, allow_nan=False)
 wishes = st.none() | st.floats(0, 1e6)
 policies = st.builds(
@@ -420,6 +431,24 @@ def test_lost_claims_do_not_count(outbox: Outbox, engine: Engine) -> None:
     assert state is not None
     assert (state.failures, state.opened_at) == (1, None)
     assert {row["status"] for row in dump(engine)} == {"succeeded", "retry_wait"}
+
+
+def test_breakers_that_are_switched_off(engine: Engine, outbox: Outbox) -> None:
+    off = make_outbox(engine, breaker=BreakerPolicy(enabled=False))
+    off.enqueue_many(notes(20), now=T)
+    settled(off, [down(claim, retry_after=60) for claim in off.claim_batch(WORKER, limit=10, now=T)], T)
+    assert gate(off, T) == "closed"
+    assert {row["attempts"] for row in dump(engine)[:10]} == {1}
+    # Another program may have opened it all the same.
+    settled(outbox, [down(claim) for claim in outbox.claim_batch(WORKER, limit=5, now=T)], T)
+    assert gate(outbox, T) == "open"
+    assert gate(off, T) == "closed"
+    claims = off.claim_batch(WORKER, now=T)
+    assert len(claims) == 5
+    settled(off, [down(claim) for claim in claims], T)
+    assert {row["attempts"] for row in dump(engine)[15:]} == {1}
+    off.pause(reason="by hand", now=T)
+    assert off.claim_batch(WORKER, now=T + 400) == []
 
 
 # -- probes ---------------------------------------------------------------------------------------------------------
