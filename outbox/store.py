@@ -338,8 +338,10 @@ class Outbox:
             InputError: ``dispatch.topic_unknown``, ``dispatch.time_invalid``.
         """
         contract = self._contract(topic)
-        with self._transaction(check_now(now), write=False) as (connection, moment, _, topics):
+        with self._transaction(check_now(now), write=False) as (connection, moment, expired, topics):
             state = topics.get(contract.topic)
+            if expired:
+                return True
             if state is not None and not state.allowance(moment, 1, self.breaker_policy):
                 return False
             if self._dialect.ready(connection, contract.topic, moment):

@@ -607,6 +607,17 @@ def test_nothing_due_is_no_probe(outbox: Outbox, engine: Engine) -> None:
     assert len(outbox.claim_batch(WORKER, now=T + 5)) == 1
 
 
+def test_leases_are_recovered_while_a_topic_is_shut(outbox: Outbox) -> None:
+    outbox.enqueue_many(notes(2), now=T)
+    claimed(outbox, T, lease_seconds=5)
+    outbox.pause(reason="maintenance", now=T)
+    assert not outbox.ready(now=T + 4)
+    assert outbox.ready(now=T + 5)
+    assert outbox.claim_batch(WORKER, now=T + 5) == []
+    assert outbox.health(now=T + 5).status == "ok"
+    assert not outbox.ready(now=T + 5)
+
+
 # -- what it costs the events ---------------------------------------------------------------------------------------
 
 
