@@ -180,6 +180,14 @@ def test_a_wish_for_later_bounds_the_pause_from_below(asked: float | None, pause
     assert state.probe_at == T + pause
 
 
+def test_a_wish_that_comes_once_it_is_open_holds_the_probe_too() -> None:
+    state = after(TopicState(TOPIC), *run_of(5), down(made("in flight"), retry_after=120))
+    assert state.allowance(T + 119, 1, POLICY) == 0
+    assert state.status(T + 1, POLICY).until == T + 120
+    assert state.allowance(T + 120, 1, POLICY) == 1
+    assert state.resumed(T + 5).allowance(T + 5, 1, POLICY) == 1
+
+
 @pytest.mark.parametrize("status", [429, 503])
 def test_one_wish_holds_without_opening(status: int) -> None:
     state = after(TopicState(TOPIC), down(made(), http_status=status, retry_after=90))
