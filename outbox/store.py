@@ -439,6 +439,9 @@ class Outbox:
         rows = self._dialect.recover(connection, now, RECOVERY_LIMIT)
         for row in rows:
             logger.warning("lease expired on event %s of %s: now %s", row.event_id, row.topic, row.status)
+            contract = self._contracts.get(row.topic)
+            if row.status == "failed" and row.ordering_key is not None and contract and not contract.hold_on_failure:
+                self._keys.remember(row.topic, [row.ordering_key])
         lost = [
             (row.id, FailedAttempt(row.attempts, now, None, "lease_expired", "unknown", None, None)) for row in rows
         ]

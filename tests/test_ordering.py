@@ -357,6 +357,14 @@ def test_or_is_passed(passing: Outbox, engine: Engine, how: Fail) -> None:
     assert passing.status("note-1").status == "failed"
 
 
+def test_a_head_that_runs_out_makes_way_in_the_same_claim(passing: Outbox) -> None:
+    queue_up(passing, 2, max_attempts=1)
+    passing.enqueue(note("free"), now=T)
+    assert claim_all(passing, lease_seconds=1) == ["note-1", "note-free"]
+    passing.enqueue_many([note(f"more-{number}") for number in range(5)], now=T)
+    assert "note-2" in claim_all(passing, T + 1)
+
+
 def test_expiry_and_retry_keep_the_head(either: Outbox) -> None:
     queue_up(either, 2)
     claimed(either, lease_seconds=1)

@@ -257,7 +257,7 @@ class Dialect(ABC):
         """Move the expiry of every claim that is live at ``now`` and return the tokens of those."""
 
     def recover(self, connection: Connection, now: float, limit: int, floor: float = 0.0) -> Sequence[Row[Any]]:
-        """End up to ``limit`` leases that expired in [floor, now]; return (id, topic, event_id, status, attempts)."""
+        """End up to ``limit`` leases that expired in [floor, now]; return their names and states."""
         return connection.execute(self._recover, {"now": now, "limit": limit, "floor": floor}).all()
 
     def lease(
@@ -476,7 +476,9 @@ class Dialect(ABC):
                 updated_at=now,
                 **NO_LEASE,
             )
-            .returning(event.c.id, event.c.topic, event.c.event_id, event.c.status, event.c.attempts)
+            .returning(
+                event.c.id, event.c.topic, event.c.event_id, event.c.status, event.c.attempts, event.c.ordering_key
+            )
         )
 
     def _lease_statement(self) -> ReturningUpdate[Any]:
