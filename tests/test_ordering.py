@@ -423,6 +423,31 @@ def test_a_redriven_event_waits_for_a_later_one_in_flight(passing: Outbox, engin
     assert drain(passing, T + 1000) == [*expected, "note-1", "note-3"]
 
 
+def test_a_later_failed_event_does_not_hold_an_earlier_one(outbox: Outbox, engine: Engine) -> None:
+    queue_up(outbox, 3)
+    fail(outbox, engine)
+    outbox.discard("note-1", now=T)
+    fail(outbox, engine)
+    assert states(engine) == {"1": "failed", "2": "failed", "3": "waiting"}
+    assert outbox.redrive("note-1", now=T + 1).status == "pending"
+    assert drain(outbox, T + 1) == ["note-1"]
+    assert outbox.redrive("note-2", now=T + 1).status == "pending"
+    assert drain(outbox, T + 1) == ["note-2", "note-3"]
+
+
+def test_the_sweep_finds_an_event_before_a_failed_one(pg_engine: Engine) -> None:
+    outbox = make_outbox(pg_engine)
+    queue_up(outbox, 2)
+    fail(outbox, pg_engine)
+    outbox.discard("note-1", now=T)
+    fail(outbox, pg_engine)
+    with holding(pg_engine):
+        assert outbox.redrive("note-1", now=T + 1).status == "waiting"
+    other = make_outbox(pg_engine)
+    assert other.ready(now=T + 1)
+    assert claim_all(other, T + 1) == ["note-1"]
+
+
 # -- discard and purge ----------------------------------------------------------------------------------------------
 
 

@@ -353,13 +353,14 @@ class Dialect(ABC):
     def promote(self, connection: Connection, topic: str, keys: Sequence[str], now: float, *, passes: bool) -> int:
         """Make the first waiting event of each key the head, where there is none; return how many. The keys are held.
 
-        With ``passes`` a failed event does not stand in the way of later ones.
+        An earlier event that failed stands in its way, unless it ``passes``.
         """
         parameters = [{"of_topic": topic, "key": key, "now": now} for key in keys]
         return connection.execute(self._promote[passes], parameters).rowcount
 
     def waiting_keys(self, connection: Connection, topic: str, after: str, limit: int) -> Sequence[Any]:
-        """Up to ``limit`` ordering keys after ``after`` that events wait for: (key, has a head, has a failed event)."""
+        """Up to ``limit`` ordering keys after ``after`` that events wait for: (key, has a head, and whether an event
+        before the first that waits has failed)."""
         parameters = {"of_topic": topic, "after": after, "limit": limit}
         return connection.execute(_WAITING_KEYS, parameters).all()
 
@@ -515,13 +516,15 @@ class Dialect(ABC):
         rows = event.alias("rows")
         of_key = (rows.c.topic == topic, rows.c.ordering_key == key)
         first = select(rows.c.id).where(*of_key, WAITING).order_by(rows.c.id).limit(1).scalar_subquery()
-        in_the_way = [ORDERING_HEAD] if passes else [ORDERING_HEAD, FAILED_HEAD]
+        in_the_way = [_one_of_key(rows, topic, key, ORDERING_HEAD)]
+        if not passes:
+            in_the_way.append(_one_of_key(rows, topic, key, FAILED_HEAD, rows.c.id < event.c.id))
         return (
             update(event)
             .where(
                 event.c.id == first,
                 hidden(event.c.status == "waiting"),
-                *(_one_of_key(rows, topic, key, each).is_(None) for each in in_the_way),
+                *(each.is_(None) for each in in_the_way),
                 *self._may_promote(),
             )
             .values(status="pending", next_attempt_at=due_at, updated_at=due_at)
@@ -550,11 +553,15 @@ _OF_KEY = (
     f"(SELECT id FROM {schema.EVENT_TABLE} WHERE topic = :of_topic AND ordering_key >= keys.value"
     " AND ordering_key <= keys.value AND ({}) ORDER BY ordering_key LIMIT 1) IS NOT NULL"
 )
+_FAILED_BEFORE = (
+    f"{schema.FAILED_HEAD}) AND id < (SELECT id FROM {schema.EVENT_TABLE} WHERE topic = :of_topic"
+    f" AND ordering_key = keys.value AND ({schema.WAITING}) ORDER BY id LIMIT 1"
+)
 # From key to key by the index, whatever number of events waits for each.
 _WAITING_KEYS = text(
     f"WITH RECURSIVE keys (value) AS (SELECT {_NEXT_KEY.format('CAST(:after AS text)')}"
     f" UNION ALL SELECT {_NEXT_KEY.format('keys.value')} FROM keys WHERE keys.value IS NOT NULL)"
-    f" SELECT keys.value, {_OF_KEY.format(schema.ORDERING_HEAD)}, {_OF_KEY.format(schema.FAILED_HEAD)}"
+    f" SELECT keys.value, {_OF_KEY.format(schema.ORDERING_HEAD)}, {_OF_KEY.format(_FAILED_BEFORE)}"
     " FROM keys WHERE keys.value IS NOT NULL LIMIT :limit"
 )
 
@@ -580,15 +587,16 @@ _READY = select(
 
 
 def _one_of_key(
-    rows: Any, topic: ColumnElement[str], key: ColumnElement[str], condition: TextClause
+    rows: Any, topic: ColumnElement[str], key: ColumnElement[str], *conditions: ColumnElement[bool] | TextClause
 ) -> ScalarSelect[int]:
-    """One of the rows of an ordering key under a condition, or NULL.
+    """One of the rows of an ordering key under conditions, or NULL.
 
     Asked for as the first of a range: an equality's order is worth nothing to PostgreSQL, which then may take another
     index, by which there are as many rows as have failed in all.
     """
     of_key = (rows.c.topic == topic, rows.c.ordering_key >= key, rows.c.ordering_key <= key)
-    return select(rows.c.id).where(*of_key, condition).order_by(rows.c.ordering_key).limit(1).scalar_subquery()
+    found = select(rows.c.id).where(*of_key, *conditions).order_by(rows.c.ordering_key).limit(1)
+    return found.correlate(event).scalar_subquery()
 
 
 def of_topic(topic: str) -> ColumnElement[bool]:
