@@ -804,7 +804,8 @@ class Outbox:
     def redrive(self, event_id: str, *, topic: str | None = None, now: float | None = None) -> EventStatus:
         """Make a failed event due again with all its attempts, once its cause has been mended.
 
-        One with an ordering key takes its old place: before all later ones of its key that have not ended.
+        One with an ordering key takes its old place: before all later ones of its key that have not been tried yet. It
+        waits for one that has been, until that ends.
 
         Raises:
             InputError: ``dispatch.event_invalid``, ``dispatch.topic_unknown``, ``dispatch.time_invalid``,
@@ -816,7 +817,7 @@ class Outbox:
         with self._transaction(check_now(now), write=True) as (connection, moment, _, _):
             condition = (event.c.topic == contract.topic) & (event.c.event_id == event_id)
             redriven = self._dialect.redrive(connection, condition, moment)
-            self._promote(connection, contract, [key for key in redriven if key is not None], moment)
+            self._back_in_line(connection, contract, redriven, moment)
             row = self._find(connection, contract, event_id)
             if not redriven:
                 failed = "a failed one that was created after now or is being changed"
@@ -849,9 +850,17 @@ class Outbox:
             condition &= event.c.last_error_code == error_code
         with self._transaction(check_now(now), write=True) as (connection, moment, _, _):
             redriven = self._dialect.redrive(connection, condition, moment, limit)
-            keys = {key: None for key in redriven if key is not None}
-            self._promote(connection, contract, list(keys), moment)
+            self._back_in_line(connection, contract, redriven, moment)
         return len(redriven)
+
+    def _back_in_line(
+        self, connection: Connection, contract: Contract, redriven: Sequence[str | None], now: float
+    ) -> None:
+        """Put redriven events, given by their ordering keys, in their places."""
+        keys = list({key: None for key in redriven if key is not None})
+        if keys:
+            self._dialect.demote(connection, contract.topic, keys, now)
+            self._promote(connection, contract, keys, now)
 
     def discard(self, event_id: str, *, topic: str | None = None, now: float | None = None) -> EventStatus:
         """Give a failed event up: it stays failed, as ``discarded``, and no longer holds its ordering key.

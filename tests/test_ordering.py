@@ -403,6 +403,16 @@ def test_redriving_all(outbox: Outbox) -> None:
         assert [each for each in found if each[5] == key] == [f"note-{key}{number}" for number in range(3)]
 
 
+def test_a_redriven_event_goes_before_later_ones_that_have_not_been_tried(passing: Outbox, engine: Engine) -> None:
+    queue_up(passing, 3)
+    fail(passing, engine)
+    assert states(engine) == {"1": "failed", "2": "pending", "3": "waiting"}
+    assert passing.redrive("note-1", now=T + 1).status == "pending"
+    assert states(engine) == {"1": "pending", "2": "waiting", "3": "waiting"}
+    assert passing.health(deep=True, now=T + 1).counts["waiting"] == 2
+    assert drain(passing, T + 1) == ["note-1", "note-2", "note-3"]
+
+
 @pytest.mark.parametrize("end", ["complete", "retry", "fail"])
 def test_a_redriven_event_waits_for_a_later_one_in_flight(passing: Outbox, engine: Engine, end: str) -> None:
     queue_up(passing, 3)
@@ -421,6 +431,17 @@ def test_a_redriven_event_waits_for_a_later_one_in_flight(passing: Outbox, engin
         assert passing.redrive_all(now=T + 1) == 0
     expected = ["note-2"] if end == "retry" else []
     assert drain(passing, T + 1000) == [*expected, "note-1", "note-3"]
+
+
+def test_redriving_several_of_a_key(passing: Outbox, engine: Engine) -> None:
+    queue_up(passing, 4)
+    for _ in range(3):
+        passing.fail(claimed(passing), "refused", now=T)
+    assert states(engine) == {"1": "failed", "2": "failed", "3": "failed", "4": "pending"}
+    assert passing.redrive("note-2", now=T + 1).status == "pending"
+    assert passing.redrive_all(now=T + 2) == 2
+    assert states(engine) == {"1": "pending", "2": "waiting", "3": "waiting", "4": "waiting"}
+    assert drain(passing, T + 2) == ["note-1", "note-2", "note-3", "note-4"]
 
 
 def test_a_later_failed_event_does_not_hold_an_earlier_one(outbox: Outbox, engine: Engine) -> None:
@@ -672,3 +693,60 @@ def test_a_producer_that_waits_for_a_worker_gets_its_turn(outbox: Outbox, engine
             for _ in range(2):
                 assert outbox.run_once(destination, WORKER, now=T) is not None
     assert [claim.event_id for claim in destination.seen] == [f"note-{number}" for number in range(20)]
+
+
+@pytest.mark.parametrize("contract", [Notes, Passing], ids=["holding", "passing"])
+def test_failing_and_redriving_at_once(engine: Engine, contract: Callable[[], Notes]) -> None:
+    """Every event fails once or is given back once, while somebody redrives whatever has failed."""
+    first = Outbox(engine, [contract()])
+    for key in "abc":
+        first.enqueue_many([note(f"{key}{number}") for number in range(8)], ordering_key=key)
+    tried, accepted = set[str](), list[tuple[str, str]]()
+    lock, failures = threading.Lock(), list[BaseException]()
+
+    def finished() -> bool:
+        return len(accepted) == 24 or bool(failures)
+
+    def treat(outbox: Outbox, claim: Claim) -> None:
+        with lock:
+            new = claim.event_id not in tried
+            tried.add(claim.event_id)
+        if not new:
+            with lock:
+                accepted.append((str(claim.ordering_key), claim.event_id))
+            outbox.complete(claim, response(claim.event_id))
+        elif claim.event_id.endswith(("1", "4", "7")):
+            assert outbox.release([claim])[0].won
+        else:
+            outbox.fail(claim, "refused")
+
+    def work() -> None:
+        outbox = Outbox(engine, [contract()])
+        while not finished():
+            for claim in outbox.claim_batch(WORKER, limit=2):
+                treat(outbox, claim)
+
+    def redrive() -> None:
+        outbox = Outbox(engine, [contract()])
+        while not finished():
+            outbox.redrive_all(limit=3)
+
+    def guarded(act: Callable[[], None]) -> None:
+        try:
+            act()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(act,)) for act in (work, work, redrive, redrive)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * PATIENCE)
+    assert not failures
+    assert not any(thread.is_alive() for thread in threads)
+    assert set(states(engine).values()) == {"succeeded"}
+    for key in "abc":
+        order = [event_id for of, event_id in accepted if of == key]
+        expected = [f"note-{key}{number}" for number in range(8)]
+        assert order == expected if contract is Notes else sorted(order) == expected
+    assert first.health(deep=True).status == "ok"

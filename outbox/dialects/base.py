@@ -358,6 +358,10 @@ class Dialect(ABC):
         parameters = [{"of_topic": topic, "key": key, "now": now} for key in keys]
         return connection.execute(self._promote[passes], parameters).rowcount
 
+    def demote(self, connection: Connection, topic: str, keys: Sequence[str], now: float) -> None:
+        """Let the heads of keys wait again that have not been tried yet, where an earlier event of theirs now waits."""
+        connection.execute(self._demote, [{"of_topic": topic, "key": key, "now": now} for key in keys])
+
     def waiting_keys(self, connection: Connection, topic: str, after: str, limit: int) -> Sequence[Any]:
         """Up to ``limit`` ordering keys after ``after`` that events wait for: (key, has a head, and whether an event
         before the first that waits has failed)."""
@@ -420,6 +424,7 @@ class Dialect(ABC):
     def __init__(self) -> None:
         self._recover = self._recover_statement()
         self._lease = self._lease_statement()
+        self._demote = self._demote_statement()
         self._promote = {passes: self._promote_statement(passes=passes) for passes in (False, True)}
 
     @abstractmethod
@@ -529,6 +534,18 @@ class Dialect(ABC):
             )
             .values(status="pending", next_attempt_at=due_at, updated_at=due_at)
         )
+
+    def _demote_statement(self) -> Update:
+        topic, key = bindparam("of_topic", type_=Text()), bindparam("key", type_=Text())
+        now: ColumnElement[float] = bindparam("now", type_=event.c.updated_at.type)
+        rows = event.alias("rows")
+        earlier = select(rows.c.id).where(rows.c.topic == topic, rows.c.ordering_key == key, WAITING)
+        first = earlier.order_by(rows.c.id).limit(1).scalar_subquery()
+        untried = (ORDERING_HEAD, hidden(event.c.status == "pending"))
+        # A claim that takes the head at this moment was first: what is in flight is not waited for.
+        head = self._pick(event.c.topic == topic, event.c.ordering_key == key, *untried, event.c.id > first)
+        since = case((event.c.updated_at > now, event.c.updated_at), else_=now)
+        return update(event).where(self._chosen(head)).values(status="waiting", updated_at=since)
 
     def _may_promote(self) -> list[TextClause]:
         """Conditions under which what is read is what is committed."""
