@@ -1124,7 +1124,7 @@ def _by_topic(contracts: Iterable[Contract]) -> dict[str, Contract]:
 
 
 def _policies(retry: Any, contracts: Iterable[str]) -> dict[str, RetryPolicy]:
-    given = retry if isinstance(retry, Mapping) else dict.fromkeys(contracts, retry or RetryPolicy())
+    given = retry if isinstance(retry, Mapping) else dict.fromkeys(contracts, RetryPolicy() if retry is None else retry)
     unknown = set(given) - set(contracts)
     if unknown:
         raise InputError("dispatch.topic_unknown", expected=f"policies for any of: {', '.join(contracts)}")

@@ -60,6 +60,14 @@ def test_unknown_topics(engine: Engine, retry: Any) -> None:
         make_outbox(engine, retry=retry)
 
 
+@pytest.mark.parametrize(
+    "retry", [{TOPIC: None}, {TOPIC: 5}, {TOPIC: {}}, 5, 0, "", "often", [RetryPolicy()], [], False]
+)
+def test_what_is_no_policy(engine: Engine, retry: Any) -> None:
+    with refused("dispatch.policy_invalid"):
+        make_outbox(engine, retry=retry)
+
+
 @pytest.mark.parametrize("breaker", [5, 0, False, {}, RetryPolicy()])
 def test_what_is_no_breaker(engine: Engine, breaker: Any) -> None:
     with refused("dispatch.policy_invalid"):
