@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy import Engine
 
-from outbox import Failure, Outbox, RetryPolicy
+from outbox import Failure, Outbox, RetryPolicy, Settled
 from outbox.policy import Jitter
 from tests.support import TOPIC, WORKER, Notes, T, claimed, leased, make_outbox, notes, refused
 
@@ -25,13 +25,15 @@ def delays(outbox: Outbox, count: int = 200, *, jitter: bool = True, retry_after
     results = [
         Failure(claim, "busy", retry_after=retry_after) for claim in outbox.claim_batch(WORKER, limit=count, now=T)
     ]
-    found = []
-    for line in outbox.settle(results, jitter=jitter, now=T):
-        assert line.outcome is not None
-        assert line.outcome.next_attempt_at is not None
-        found.append(line.outcome.next_attempt_at - T)
+    found = [waits(line) for line in outbox.settle(results, jitter=jitter, now=T)]
     assert len(found) == count
     return found
+
+
+def waits(line: Settled) -> float:
+    assert line.outcome is not None
+    assert line.outcome.next_attempt_at is not None
+    return line.outcome.next_attempt_at - T
 
 
 # -- policies per topic ---------------------------------------------------------------------------------------------
@@ -130,7 +132,7 @@ def test_what_an_outage_spares_is_spread_too(engine: Engine) -> None:
     outbox = make_outbox(engine, retry=policy("full"))
     outbox.enqueue_many(notes(50), now=T)
     results = [Failure(claim, "down", outage=True) for claim in outbox.claim_batch(WORKER, now=T)]
-    found = [line.outcome.next_attempt_at - T for line in outbox.settle(results, jitter=True, now=T) if line.outcome]
+    found = [waits(line) for line in outbox.settle(results, jitter=True, now=T)]
     assert len(set(found)) > 40
     assert 0 <= min(found) <= max(found) <= 100
 
@@ -143,8 +145,7 @@ def test_each_topic_is_spread_by_its_own(engine: Engine) -> None:
         claims += outbox.claim_batch(WORKER, topic=topic, now=T)
     found: dict[str, list[float]] = {TOPIC: [], OTHER: []}
     for line in outbox.settle([Failure(claim, "busy") for claim in claims], jitter=True, now=T):
-        assert line.outcome is not None
-        found[line.claim.topic].append(line.outcome.next_attempt_at - T)
+        found[line.claim.topic].append(waits(line))
     assert set(found[TOPIC]) == {100}
     assert max(found[OTHER]) <= 10
     assert len(set(found[OTHER])) > 15
