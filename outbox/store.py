@@ -24,7 +24,7 @@ from outbox import schema
 from outbox.breaker import TopicState, spares
 from outbox.contracts.base import Contract, DeliveryFailed, Destination
 from outbox.dialects import dialect_for
-from outbox.dialects.base import Change, Count, NewEvent, Watch, event, fence, lease_end, of_topic
+from outbox.dialects.base import DISCARDED, Change, Count, NewEvent, Watch, event, fence, hidden, lease_end, of_topic
 from outbox.errors import (
     ClaimLostError,
     CollisionError,
@@ -836,7 +836,7 @@ class Outbox:
         """Redrive up to ``limit`` failed events of a topic, longest failed first; return how many.
 
         Args:
-            error_code: only those that failed with this code.
+            error_code: only those that failed with this code. Without one, all but those that were discarded.
 
         Raises:
             InputError: ``dispatch.topic_unknown``, ``dispatch.error_invalid``, ``dispatch.limit_invalid``,
@@ -848,6 +848,8 @@ class Outbox:
         if error_code is not None:
             check_error(error_code, None)
             condition &= event.c.last_error_code == error_code
+        else:
+            condition &= hidden(event.c.last_error_code != DISCARDED)
         with self._transaction(check_now(now), write=True) as (connection, moment, _, _):
             redriven = self._dialect.redrive(connection, condition, moment, limit)
             self._back_in_line(connection, contract, redriven, moment)

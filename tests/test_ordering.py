@@ -521,6 +521,16 @@ def test_purging_what_stood_before_others(outbox: Outbox, engine: Engine, how: s
     assert drain(outbox, T + 1) == ["note-2", "note-3", "note-new"]
 
 
+def test_redriving_all_leaves_what_was_given_up(outbox: Outbox, engine: Engine) -> None:
+    outbox.enqueue_many(notes(2), now=T)
+    for claim in outbox.claim_batch(WORKER, now=T):
+        outbox.fail(claim, "refused", now=T)
+    outbox.discard("note-1", now=T)
+    assert outbox.redrive_all(now=T + 1) == 1
+    assert states(engine) == {"1": "failed", "2": "pending"}
+    assert outbox.redrive_all(error_code="discarded", now=T + 1) == 1
+
+
 # -- many -----------------------------------------------------------------------------------------------------------
 
 

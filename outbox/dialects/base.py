@@ -53,6 +53,8 @@ WAITING = schema.predicate(schema.WAITING)
 FAILED = schema.predicate(schema.FAILED)
 ORDERING_HEAD = schema.predicate(schema.ORDERING_HEAD)
 FAILED_HEAD = schema.predicate(schema.FAILED_HEAD)
+#: The error code of failed events that were given up, as that predicate spells it.
+DISCARDED = "discarded"
 
 #: Clearing a lease is the same three columns wherever a row stops being leased.
 NO_LEASE: Mapping[str, ColumnElement[Any]] = {
@@ -300,7 +302,7 @@ class Dialect(ABC):
 
     def discard(self, connection: Connection, event_row: int, now: float) -> bool:
         """Mark a failed event as given up, so that it no longer holds its ordering key."""
-        given_up = {"last_error_code": "discarded", "last_error_detail_hash": null(), "updated_at": literal(now)}
+        given_up = {"last_error_code": DISCARDED, "last_error_detail_hash": null(), "updated_at": literal(now)}
         failed = (event.c.id == event_row, hidden(event.c.status == "failed"), event.c.updated_at <= now)
         return bool(connection.execute(update(event).where(*failed).values(given_up)).rowcount)
 
