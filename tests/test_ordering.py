@@ -531,6 +531,17 @@ def test_redriving_all_leaves_what_was_given_up(outbox: Outbox, engine: Engine) 
     assert outbox.redrive_all(error_code="discarded", now=T + 1) == 1
 
 
+def test_enqueuing_again_finds_a_redriven_event_its_place(pg_engine: Engine) -> None:
+    """It is due from then on, and not since it was created."""
+    outbox = make_outbox(pg_engine)
+    queue_up(outbox, 1)
+    fail(outbox, pg_engine)
+    with holding(pg_engine):
+        assert outbox.redrive("note-1", now=T + 100).status == "waiting"
+    again = outbox.enqueue(note(1), ordering_key="k", now=T + 200)
+    assert (again.status, again.next_attempt_at, again.updated_at) == ("pending", T + 100, T + 100)
+
+
 # -- many -----------------------------------------------------------------------------------------------------------
 
 

@@ -519,7 +519,7 @@ class Dialect(ABC):
     def _promote_statement(self, *, passes: bool) -> Update:
         topic, key = bindparam("of_topic", type_=Text()), bindparam("key", type_=Text())
         now: ColumnElement[float] = bindparam("now", type_=event.c.updated_at.type)
-        due_at = case((event.c.created_at > now, event.c.created_at), else_=now)
+        due_at = case((event.c.updated_at > now, event.c.updated_at), else_=now)
         rows = event.alias("rows")
         of_key = (rows.c.topic == topic, rows.c.ordering_key == key)
         first = select(rows.c.id).where(*of_key, WAITING).order_by(rows.c.id).limit(1).scalar_subquery()
