@@ -911,6 +911,7 @@ class Outbox:
             before = self._dialect.lock_topic(connection, name)
             after = change(before, moment)
             self._dialect.write_topic(connection, after)
+            self._topics = {**self._topics, name: after}
         _tell(before, after)
         return after.status(moment, self.breaker_policy)
 

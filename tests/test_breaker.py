@@ -705,6 +705,7 @@ def test_pause_and_resume(outbox: Outbox) -> None:
     claim = claimed(outbox)
     status = outbox.pause(reason="maintenance", now=T + 1)
     assert (status.state, status.since, status.reason, status.until) == ("paused", T + 1, "maintenance", None)
+    assert outbox.gate(TOPIC) == status
     assert outbox.claim_batch(WORKER, now=T + 2) == []
     settled(outbox, [well(claim)], T + 2)  # what is in flight ends as it may
     again = outbox.pause(reason="still", now=T + 3)
