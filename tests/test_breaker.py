@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,13 +18,14 @@ from sqlalchemy import Engine, delete, select
 
 from outbox import Claim, DeliveryFailed, Failure, Outbox, Success
 from outbox.breaker import TopicState, spares
-from outbox.policy import BreakerPolicy
+from outbox.policy import BreakerPolicy, RetryPolicy
 from outbox.records import Result, Settled
 from outbox.schema import outbox_attempt, outbox_event, outbox_topic
 from outbox.values import sha256_hex
 from tests import outage
 from tests.databases import Databases, make_test_engine
 from tests.support import (
+    PATIENCE,
     TOPIC,
     WORKER,
     Scripted,
@@ -803,6 +806,69 @@ def test_the_log_names_the_topic_and_nothing_else(outbox: Outbox, caplog: pytest
         f"topic {TOPIC} is open", f"topic {TOPIC} is closed again", f"topic {TOPIC} is paused", f"topic {TOPIC} is resumed",
     ]  # fmt: skip
     assert "s3cret" not in caplog.text
+
+
+# -- all at once ----------------------------------------------------------------------------------------------------
+
+
+class Flapping:
+    """A destination that is up for so many deliveries and then down for as many, whoever asks."""
+
+    def __init__(self, period: int) -> None:
+        self._period = period
+        self._lock = threading.Lock()
+        self._count = 0
+
+    def result(self, claim: Claim) -> Result:
+        with self._lock:
+            self._count += 1
+            up = self._count // self._period % 2 == 0
+        return well(claim) if up else down(claim) if self._count % 3 else unsent(claim)
+
+
+@pytest.mark.parametrize("period", [7, 40])
+def test_threads_before_a_destination_that_flaps(engine: Engine, period: int) -> None:
+    """Nothing waits for ever, deadlocks, fails or is lost, however often a topic opens and closes."""
+    quick = BreakerPolicy(
+        first_probe_seconds=0.001, max_probe_seconds=0.01, ramp_doubling_seconds=0.01, ramp_seconds=0.05
+    )
+    retry = RetryPolicy(base_delay_seconds=0.001, max_delay_seconds=0.01)
+    destination, topics, errors = Flapping(period), (TOPIC, OTHER), list[BaseException]()
+    first = make_outbox(engine, *topics, retry=retry, breaker=quick)
+    for topic in topics:
+        first.enqueue_many(notes(100), topic=topic, max_attempts=20)
+        first.enqueue_many(
+            [note(f"keyed-{number}") for number in range(10)], topic=topic, ordering_key="k", max_attempts=20
+        )
+
+    def work(number: int) -> None:
+        outbox = make_outbox(engine, *topics, retry=retry, breaker=quick)
+        deadline = time.monotonic() + PATIENCE
+        while outbox.health().counts["succeeded"] < 220 and not errors:
+            assert time.monotonic() < deadline, outbox.health()
+            claims = [
+                claim for topic in topics for claim in outbox.claim_batch(f"worker-{number}", topic=topic, limit=9)
+            ]
+            unused = claims[:1] if len(claims) % 5 == 4 else []
+            lines = outbox.release(unused) + outbox.settle([destination.result(c) for c in claims[len(unused) :]])
+            assert all(line.won for line in lines)
+
+    def guarded(number: int) -> None:
+        try:
+            work(number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * PATIENCE)
+    assert not errors
+    rows = dump(engine)
+    assert {row["status"] for row in rows} == {"succeeded"}
+    assert sum(row["attempts"] for row in rows) == len(rows) + len(recorded(engine))
+    assert first.health(deep=True).status == "ok"
 
 
 # -- an hour's outage -----------------------------------------------------------------------------------------------
