@@ -80,13 +80,13 @@ class TopicState:
         """How many of ``limit`` events may be claimed now."""
         gate = self.gate(now, policy)
         if gate == "open":
-            return 1 if self._next_probe() <= now else 0
+            return 1 if self.next_probe() <= now else 0
         if gate == "ramp":
             assert self.closed_at is not None
             return max(0, min(limit, math.floor(policy.allowed(now - self.closed_at) - self.ramp_claimed)))
         return limit if gate == "closed" else 0
 
-    def _next_probe(self) -> float:
+    def next_probe(self) -> float:
         """When the next probe may be sent: not before what the destination has asked for with any of its answers."""
         assert self.probe_at is not None
         return max(self.probe_at, self.held_until or 0.0)
@@ -171,7 +171,7 @@ class TopicState:
         """The state in the words of ``health``."""
         gate = self.gate(now, policy)
         since = {"paused": self.paused_at, "open": self.opened_at, "ramp": self.closed_at}.get(gate)
-        until = self._next_probe() if gate == "open" else self.held_until if gate == "held" else None
+        until = self.next_probe() if gate == "open" else self.held_until if gate == "held" else None
         reason = {"paused": self.pause_reason, "open": self.error_code, "held": "retry_after"}.get(gate)
         return TopicStatus(self.topic, gate, since, reason, until)
 

@@ -98,12 +98,12 @@ class _Transaction(NamedTuple):
 
 
 class _Line(NamedTuple):
-    """One claim to be settled: its result, where there is one, and the change once the time is known and whether the
-    attempt is spared."""
+    """One claim to be settled: its result, where there is one, and the change once the time is known and, for an
+    attempt that is spared, when to make the next at the earliest."""
 
     claim: Claim
     result: Result | None
-    change: Callable[[float, bool], Change]
+    change: Callable[[float, float | None], Change]
 
 
 class Outbox:
@@ -586,7 +586,7 @@ class Outbox:
         _check_failure(result)
         policy = self._retry[self._contract(result.claim.topic).topic]
         luck = random.random() if jitter else None  # noqa: S311 - no secret
-        return _Line(result.claim, result, lambda now, spared: _failed(result, policy, now, luck, spared=spared))
+        return _Line(result.claim, result, lambda now, spared: _failed(result, policy, now, luck, spared))
 
     def _settle_one(self, line: _Line, now: float | None) -> Outcome:
         (settled,) = self._apply_all([line], check_now(now))
@@ -625,11 +625,14 @@ class Outbox:
         """What each line writes. A failure that opens its topic, or finds it open, is spared."""
         states, changes = dict(transaction.topics), list[Change]()
         for claim, result, change in lines:
-            spared = False
+            spared = None
             if result is not None:
-                state = states.get(claim.topic) or TopicState(claim.topic)
-                states[claim.topic] = state = state.after(result, transaction.now, self.breaker_policy)
-                spared = spares(state, result, self.breaker_policy)
+                before = states.get(claim.topic) or TopicState(claim.topic)
+                states[claim.topic] = after = before.after(result, transaction.now, self.breaker_policy)
+                if spares(after, result, self.breaker_policy):
+                    # A probe lets what has come meanwhile go before it.
+                    probed = before.probe_token == claim.lease_token
+                    spared = after.next_probe() if probed else transaction.now
             changes.append(change(transaction.now, spared))
         return changes
 
@@ -1244,10 +1247,10 @@ def _success_line(result: Success, receipt: Receipt) -> _Line:
     return _Line(claim, result, lambda _now, _spared: change)
 
 
-def _failed(failure: Failure, policy: RetryPolicy, now: float, luck: float | None, *, spared: bool) -> Change:
+def _failed(failure: Failure, policy: RetryPolicy, now: float, luck: float | None, spared: float | None) -> Change:
     claim = failure.claim
-    if spared:
-        again_at = now + policy.delay(claim.attempt, failure.retry_after, luck=luck)
+    if spared is not None:
+        again_at = max(spared, now + policy.delay(claim.attempt, failure.retry_after, luck=luck))
         return Change(claim, "retry_wait", claim.attempt - 1, again_at, failure.error_code, failure.detail_hash)
     decision = policy.decide(
         attempt=claim.attempt, max_attempts=claim.max_attempts, now=now,

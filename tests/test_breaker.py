@@ -700,6 +700,42 @@ def test_deliveries_say_it_themselves(outbox: Outbox, engine: Engine) -> None:
     assert gate(outbox, T + 1) == "ramp"
 
 
+def test_a_bad_event_that_an_outage_leaves_behind_keeps_no_good_one_waiting(engine: Engine) -> None:
+    """It probes alone for as long as nothing else is there; what comes then has the very next probe."""
+    outbox = make_outbox(engine, retry=RetryPolicy(base_delay_seconds=1, max_delay_seconds=1))
+    outbox.enqueue(note("bad"), max_attempts=9, now=T)
+    for number in range(5):
+        settled(outbox, [unsent(claimed(outbox, T + number))], T + number)
+    now = T + 5
+    for _ in range(8):
+        settled(outbox, [down(claimed(outbox, now))], now)
+        state = state_of(engine)
+        assert state is not None
+        assert state.probe_at is not None
+        assert raw_row(engine, "note-bad")["next_attempt_at"] == state.probe_at
+        now = state.probe_at
+    outbox.enqueue(note("good"), now=now - 1)
+    assert claimed(outbox, now).event_id == "note-good"
+
+
+def test_two_bad_events_open_it_between_them_and_any_good_one_closes_it(outbox: Outbox) -> None:
+    outbox.enqueue_many([note("bad-1"), note("bad-2")], max_attempts=20, now=T)
+    now = T
+    while gate(outbox, now) != "open":
+        for claim in outbox.claim_batch(WORKER, limit=1, now=now):
+            settled(outbox, [down(claim)], now)
+        now += 30
+    outbox.enqueue(note("good"), now=now)
+    tried = list[str]()
+    while gate(outbox, now) == "open":
+        now += 60
+        claim = claimed(outbox, now)
+        tried.append(claim.event_id)
+        settled(outbox, [well(claim) if claim.event_id == "note-good" else down(claim)], now)
+    assert len(tried) <= 3
+    assert gate(outbox, now) == "ramp"
+
+
 # -- pauses by hand, several topics, several programs ---------------------------------------------------------------
 
 
