@@ -671,17 +671,20 @@ class Outbox:
         return state.released(unsent, now)
 
     def _let_next_pass(self, connection: Connection, changes: Iterable[Change], now: float) -> None:
-        """Make the events due that stood behind those that have ended."""
-        ended: dict[str, dict[str, None]] = {}
+        """Make the events due that stood behind those that have ended, or before those that were given back untried."""
+        ended, untried = dict[str, dict[str, None]](), dict[str, dict[str, None]]()
         for change in changes:
-            claim = change.claim
-            if claim.ordering_key is not None and (
-                change.status == "succeeded"
-                or (change.status == "failed" and not self._contract(claim.topic).hold_on_failure)
-            ):
+            claim, contract = change.claim, self._contracts.get(change.claim.topic)
+            if claim.ordering_key is None or contract is None:
+                continue
+            if change.status == "pending":
+                untried.setdefault(claim.topic, {})[claim.ordering_key] = None
+            elif change.status == "succeeded" or (change.status == "failed" and not contract.hold_on_failure):
                 ended.setdefault(claim.topic, {})[claim.ordering_key] = None
+        for topic, keys in sorted(untried.items()):
+            self._back_in_line(connection, self._contracts[topic], list(keys), now)
         for topic, keys in sorted(ended.items()):
-            self._promote(connection, self._contract(topic), list(keys), now)
+            self._promote(connection, self._contracts[topic], list(keys), now)
 
     @classmethod
     def _reasons(cls, connection: Connection, claims: Sequence[Claim], now: float) -> dict[tuple[Any, ...], str]:

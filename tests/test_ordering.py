@@ -413,6 +413,17 @@ def test_a_redriven_event_goes_before_later_ones_that_have_not_been_tried(passin
     assert drain(passing, T + 1) == ["note-1", "note-2", "note-3"]
 
 
+def test_a_later_one_in_flight_that_was_never_sent_makes_way(passing: Outbox, engine: Engine) -> None:
+    queue_up(passing, 3)
+    fail(passing, engine)
+    later = claimed(passing)
+    passing.redrive("note-1", now=T + 1)
+    (line,) = passing.release([later], now=T + 1)
+    assert line.won
+    assert states(engine) == {"1": "pending", "2": "waiting", "3": "waiting"}
+    assert drain(passing, T + 1) == ["note-1", "note-2", "note-3"]
+
+
 @pytest.mark.parametrize("end", ["complete", "retry", "fail"])
 def test_a_redriven_event_waits_for_a_later_one_in_flight(passing: Outbox, engine: Engine, end: str) -> None:
     queue_up(passing, 3)
@@ -611,6 +622,150 @@ def test_without_keys_nothing_more_is_asked(outbox: Outbox, engine: Engine) -> N
     claims: list[Claim] = []
     assert len(seen(lambda: claims.extend(outbox.claim_batch(WORKER, limit=10, now=T)))) == 1
     assert len(seen(lambda: complete(outbox, claims))) == (2 if sqlite else 1)
+
+
+class History:
+    """Verbs at random on a few keys, and what must hold after each."""
+
+    def __init__(self, engine: Engine, contract: Notes, seed: int) -> None:
+        self._engine, self._holds, self._random = engine, contract.hold_on_failure, random.Random(seed)
+        self._outbox = Outbox(engine, [contract])
+        self._now, self._number, self._idle = T, 0, False
+        self._claims: list[Claim] = []
+
+    def run(self, steps: int) -> None:
+        acts = [
+            self._enqueue, self._enqueue, self._claim, self._claim, self._claim, self._complete, self._complete, self._fail,
+            self._retry, self._release, self._redrive, self._redrive_all, self._discard, self._purge, self._wait,
+        ]  # fmt: skip
+        for _ in range(steps):
+            self._random.choice(acts)()
+            self._hold_together()
+        self._finish()
+
+    def _finish(self) -> None:
+        """Redriven and drained, nothing is left."""
+        self._outbox.health(deep=True, now=self._now)
+        for _ in range(500):
+            self._claim()
+            self._complete()
+            self._now += 50
+            self._outbox.redrive_all(now=self._now)
+            if set(states(self._engine).values()) <= {"succeeded"} | ({"failed"} if self._discarded() else set()):
+                return
+        pytest.fail(f"never drained: {states(self._engine)}")
+
+    def _discarded(self) -> bool:
+        failed = [row for row in dump(self._engine) if row["status"] == "failed"]
+        return all(row["last_error_code"] == "discarded" for row in failed)
+
+    def _hold_together(self) -> None:
+        everything = dump(self._engine)
+        for key in "ab":
+            rows = [row for row in everything if row["ordering_key"] == key]
+            heads = [row for row in rows if row["status"] in ("pending", "leased", "retry_wait")]
+            waiting = [row["id"] for row in rows if row["status"] == "waiting"]
+            failed = [row["id"] for row in rows if row["status"] == "failed" and row["last_error_code"] != "discarded"]
+            assert len(heads) <= 1
+            for head in heads:
+                assert not waiting or head["id"] < waiting[0] or head["status"] != "pending"
+                assert (
+                    not self._holds or head["status"] != "pending" or not [each for each in failed if each < head["id"]]
+                )
+            assert not waiting or heads or not self._idle or (self._holds and failed and failed[0] < waiting[0])
+
+    def _enqueue(self) -> None:
+        events = [note(self._number + each) for each in range(self._random.randint(1, 3))]
+        self._number += len(events)
+        self._outbox.enqueue_many(events, ordering_key=self._random.choice("ab"), max_attempts=2, now=self._now)
+
+    def _claim(self) -> None:
+        seconds = self._random.choice([5, 600])
+        claims = self._outbox.claim_batch(WORKER, limit=3, lease_seconds=seconds, now=self._now)
+        self._idle = not claims
+        self._claims += claims
+        if not claims:
+            self._hold_together()
+        self._idle = False
+
+    def _settle(self, make: Callable[[Claim], Success | Failure]) -> None:
+        if self._claims:
+            chosen = self._random.sample(self._claims, self._random.randint(1, len(self._claims)))
+            self._outbox.settle([make(claim) for claim in chosen], now=self._now)
+            self._claims = [claim for claim in self._claims if claim not in chosen]
+
+    def _complete(self) -> None:
+        self._settle(lambda claim: Success(claim, response(claim.event_id)))
+
+    def _fail(self) -> None:
+        self._settle(lambda claim: Failure(claim, "refused", retryable=False))
+
+    def _retry(self) -> None:
+        self._settle(lambda claim: Failure(claim, "busy"))
+
+    def _release(self) -> None:
+        self._outbox.release(self._claims, now=self._now)
+        self._claims = []
+
+    def _failed(self) -> list[str]:
+        return [row["event_id"] for row in dump(self._engine) if row["status"] == "failed"]
+
+    def _redrive(self) -> None:
+        if found := self._failed():
+            self._outbox.redrive(self._random.choice(found), now=self._now)
+
+    def _redrive_all(self) -> None:
+        self._outbox.redrive_all(limit=2, now=self._now)
+
+    def _discard(self) -> None:
+        if found := self._failed():
+            self._outbox.discard(self._random.choice(found), now=self._now)
+
+    def _purge(self) -> None:
+        if self._random.random() < 0.3:
+            self._outbox.purge(older_than_seconds=20, include_failed=True, limit=3, now=self._now)
+
+    def _wait(self) -> None:
+        self._now += self._random.choice([1, 6, 30])
+
+
+@pytest.mark.parametrize("seed", [100, 142])
+@pytest.mark.parametrize("contract", [Notes, Passing], ids=["holding", "passing"])
+def test_any_history(engine: Engine, contract: Callable[[], Notes], seed: int) -> None:
+    History(engine, contract(), seed).run(200)
+
+
+def test_keys_of_all_kinds_are_found_when_stranded(engine: Engine) -> None:
+    """Portion by portion, in whatever order the database sorts them."""
+    outbox = Outbox(engine, [Keyed()])
+    kinds = [
+        "a",
+        "A",
+        "é",
+        "É",
+        "Z",
+        "z",
+        "~",
+        "_",
+        "-",
+        "'",
+        '"',
+        "%",
+        "0",
+        "10",
+        "9",
+        "ß",
+        "ss",
+        "\U0001f600",
+        "\u4e2d",
+        "a b",
+    ]
+    outbox.enqueue_many(
+        [note(f"{n}-{m}", f"{kind}{m or ''}:") for n, kind in enumerate(kinds) for m in range(40)], now=T
+    )
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE outbox_event SET status = 'waiting'"))
+    assert len(drain(outbox, limit=1000)) == 800
 
 
 # -- all at once ----------------------------------------------------------------------------------------------------
