@@ -266,7 +266,8 @@ class Outbox:
         if waiting:
             keys = list({str(row.ordering_key): None for row in waiting})
             now, passes = found[waiting[0].event_id].created_at, not self._contracts[topic].hold_on_failure
-            self._dialect.promote(connection, topic, keys, now, passes=passes)
+            if not self._dialect.promote(connection, topic, keys, now, passes=passes):
+                return  # and nothing is read, for which a serializable transaction would answer
             found.update((row.event_id, _event_status(row, now)) for row in self._existing(connection, waiting))
 
     @staticmethod

@@ -250,6 +250,23 @@ def test_hosts_of_any_isolation(pg_engine: Engine, isolation: str) -> None:
     assert sorted(claim_all(outbox)) == ["note-2", "note-new"]
 
 
+@pytest.mark.parametrize("isolation", ["REPEATABLE READ", "SERIALIZABLE"])
+def test_hosts_of_other_keys_do_not_break_each_others_transactions(pg_engine: Engine, isolation: str) -> None:
+    outbox = make_outbox(pg_engine)
+    strict = pg_engine.execution_options(isolation_level=isolation)
+    with strict.connect() as one, strict.connect() as other:
+        hosts = {"a": (one, one.begin()), "b": (other, other.begin())}
+        for number in range(3):
+            for key, (host, _) in hosts.items():
+                outbox.enqueue(note(f"{key}{number}"), connection=host, ordering_key=key, now=T)
+                outbox.enqueue_many(
+                    [note(f"{key}{number}.{each}") for each in range(2)], connection=host, ordering_key=key, now=T
+                )
+        for _, transaction in hosts.values():
+            transaction.commit()
+    assert len(drain(outbox)) == 18
+
+
 def test_producers_of_a_key_wait_for_each_other_and_workers_for_none(pg_engine: Engine) -> None:
     outbox = make_outbox(pg_engine)
     outbox.enqueue(note(1), ordering_key="k", now=T)
