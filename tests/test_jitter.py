@@ -7,13 +7,21 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sqlalchemy import Engine
+from sqlalchemy import Engine, create_engine
+from sqlalchemy.pool import QueuePool
 
 from outbox import Failure, Outbox, RetryPolicy, Settled
 from outbox.policy import Jitter
 from tests.support import TOPIC, WORKER, Notes, T, claimed, leased, make_outbox, notes, refused
+from tests.test_enqueue import forbidden
 
 OTHER = "test.other"
+
+
+@pytest.fixture
+def nowhere() -> Engine:
+    """For outboxes that are refused before they ask any database."""
+    return create_engine("sqlite://", creator=forbidden, poolclass=QueuePool)
 
 
 def policy(jitter: Jitter = "proportional", base: float = 100.0, longest: float = 1000.0) -> RetryPolicy:
@@ -57,23 +65,23 @@ def test_without_one_it_is_the_default(engine: Engine, retry: Any) -> None:
 @pytest.mark.parametrize(
     "retry", [{"unheard.of": RetryPolicy()}, {TOPIC: RetryPolicy(), "": RetryPolicy()}, {7: RetryPolicy()}]
 )
-def test_unknown_topics(engine: Engine, retry: Any) -> None:
+def test_unknown_topics(nowhere: Engine, retry: Any) -> None:
     with refused("dispatch.topic_unknown"):
-        make_outbox(engine, retry=retry)
+        make_outbox(nowhere, retry=retry)
 
 
 @pytest.mark.parametrize(
     "retry", [{TOPIC: None}, {TOPIC: 5}, {TOPIC: {}}, 5, 0, "", "often", [RetryPolicy()], [], False]
 )
-def test_what_is_no_policy(engine: Engine, retry: Any) -> None:
+def test_what_is_no_policy(nowhere: Engine, retry: Any) -> None:
     with refused("dispatch.policy_invalid"):
-        make_outbox(engine, retry=retry)
+        make_outbox(nowhere, retry=retry)
 
 
 @pytest.mark.parametrize("breaker", [5, 0, False, {}, RetryPolicy()])
-def test_what_is_no_breaker(engine: Engine, breaker: Any) -> None:
+def test_what_is_no_breaker(nowhere: Engine, breaker: Any) -> None:
     with refused("dispatch.policy_invalid"):
-        make_outbox(engine, breaker=breaker)
+        make_outbox(nowhere, breaker=breaker)
 
 
 @pytest.mark.parametrize("jitter", ["", "half", None, True, 1, ["none"]])
