@@ -65,6 +65,8 @@ class TopicState:
         """What stands between a claim and the topic's events."""
         if self.paused_at is not None:
             return "paused"
+        if not policy.enabled:  # though somebody else's may be
+            return "closed"
         if self.opened_at is not None:
             return "open"
         if self.held_until is not None and now < self.held_until:
@@ -78,11 +80,16 @@ class TopicState:
         """How many of ``limit`` events may be claimed now."""
         gate = self.gate(now, policy)
         if gate == "open":
-            return 1 if self.probe_at is not None and self.probe_at <= now else 0
+            return 1 if self.next_probe() <= now else 0
         if gate == "ramp":
             assert self.closed_at is not None
             return max(0, min(limit, math.floor(policy.allowed(now - self.closed_at) - self.ramp_claimed)))
         return limit if gate == "closed" else 0
+
+    def next_probe(self) -> float:
+        """When the next probe may be sent: not before what the destination has asked for with any of its answers."""
+        assert self.probe_at is not None
+        return max(self.probe_at, self.held_until or 0.0)
 
     def claimed(self, claims: Sequence[Claim], now: float, policy: BreakerPolicy) -> TopicState:
         """The state once ``claims`` have been made: one of them may be the probe."""
@@ -93,6 +100,12 @@ class TopicState:
             # If nobody settles it, somebody else may try once its lease has ended.
             return replace(self, probe_token=claims[0].lease_token, probe_at=claims[0].lease_expires_at)
         return replace(self, ramp_claimed=self.ramp_claimed + len(claims))
+
+    def renewed(self, tokens: Iterable[str], expires_at: float) -> TopicState:
+        """The state once leases have been moved: a probe's turn lasts for as long as its lease."""
+        if self.probe_token is None or self.probe_token not in tokens:
+            return self
+        return replace(self, probe_at=expires_at)
 
     def released(self, tokens: Iterable[str], now: float) -> TopicState:
         """The state once claims have been given back unsent."""
@@ -158,11 +171,13 @@ class TopicState:
         """The state in the words of ``health``."""
         gate = self.gate(now, policy)
         since = {"paused": self.paused_at, "open": self.opened_at, "ramp": self.closed_at}.get(gate)
-        until = {"open": self.probe_at, "held": self.held_until}.get(gate)
+        until = self.next_probe() if gate == "open" else self.held_until if gate == "held" else None
         reason = {"paused": self.pause_reason, "open": self.error_code, "held": "retry_after"}.get(gate)
         return TopicStatus(self.topic, gate, since, reason, until)
 
 
-def spares(state: TopicState, result: Result) -> bool:
+def spares(state: TopicState, result: Result, policy: BreakerPolicy) -> bool:
     """Whether an attempt is not counted: it failed for the destination's sake while the topic is (or became) open."""
-    return state.opened_at is not None and isinstance(result, Failure) and result.outage and result.retryable
+    if not policy.enabled or state.opened_at is None:
+        return False
+    return isinstance(result, Failure) and result.outage and result.retryable

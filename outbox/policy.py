@@ -126,7 +126,7 @@ class BreakerPolicy:
         if seconds >= self.ramp_seconds:
             return float("inf")
         doublings: float = max(seconds, 0.0) / self.ramp_doubling_seconds
-        return float(self.ramp_events * 2.0**doublings)
+        return float(self.ramp_events * 2.0 ** min(doublings, 64.0))
 
 
 def _check_durations(policy: object, *names: str) -> None:

@@ -24,7 +24,7 @@ from outbox import schema
 from outbox.breaker import TopicState, spares
 from outbox.contracts.base import Contract, DeliveryFailed, Destination
 from outbox.dialects import dialect_for
-from outbox.dialects.base import Change, Count, NewEvent, Watch, event, fence, lease_end, of_topic
+from outbox.dialects.base import DISCARDED, Change, Count, NewEvent, Watch, event, fence, hidden, lease_end, of_topic
 from outbox.errors import (
     ClaimLostError,
     CollisionError,
@@ -98,12 +98,12 @@ class _Transaction(NamedTuple):
 
 
 class _Line(NamedTuple):
-    """One claim to be settled: its result, where there is one, and the change once the time is known and whether the
-    attempt is spared."""
+    """One claim to be settled: its result, where there is one, and the change once the time is known and, for an
+    attempt that is spared, when to make the next at the earliest."""
 
     claim: Claim
     result: Result | None
-    change: Callable[[float, bool], Change]
+    change: Callable[[float, float | None], Change]
 
 
 class Outbox:
@@ -266,7 +266,8 @@ class Outbox:
         if waiting:
             keys = list({str(row.ordering_key): None for row in waiting})
             now, passes = found[waiting[0].event_id].created_at, not self._contracts[topic].hold_on_failure
-            self._dialect.promote(connection, topic, keys, now, passes=passes)
+            if not self._dialect.promote(connection, topic, keys, now, passes=passes):
+                return  # and nothing is read, for which a serializable transaction would answer
             found.update((row.event_id, _event_status(row, now)) for row in self._existing(connection, waiting))
 
     @staticmethod
@@ -338,8 +339,10 @@ class Outbox:
             InputError: ``dispatch.topic_unknown``, ``dispatch.time_invalid``.
         """
         contract = self._contract(topic)
-        with self._transaction(check_now(now), write=False) as (connection, moment, _, topics):
+        with self._transaction(check_now(now), write=False) as (connection, moment, expired, topics):
             state = topics.get(contract.topic)
+            if expired:
+                return True
             if state is not None and not state.allowance(moment, 1, self.breaker_policy):
                 return False
             if self._dialect.ready(connection, contract.topic, moment):
@@ -437,6 +440,9 @@ class Outbox:
         rows = self._dialect.recover(connection, now, RECOVERY_LIMIT)
         for row in rows:
             logger.warning("lease expired on event %s of %s: now %s", row.event_id, row.topic, row.status)
+            contract = self._contracts.get(row.topic)
+            if row.status == "failed" and row.ordering_key is not None and contract and not contract.hold_on_failure:
+                self._keys.remember(row.topic, [row.ordering_key])
         lost = [
             (row.id, FailedAttempt(row.attempts, now, None, "lease_expired", "unknown", None, None)) for row in rows
         ]
@@ -542,12 +548,17 @@ class Outbox:
         now = check_now(now)
         if not wanted:
             return []
-        with self._transaction(now, write=True) as (connection, moment, _, _):
+        with self._transaction(now, write=True) as (connection, moment, _, topics):
             expires_at = lease_end(moment, seconds)
             live = _in_turn(
                 wanted,
                 lambda turn: self._dialect.renew(connection, [wanted[index] for index in turn], expires_at, moment),
             )
+            tokens = {wanted[index].lease_token for index in live}
+            for topic, state in sorted(topics.items()):
+                if state.probe_token in tokens:
+                    locked = self._dialect.lock_topic(connection, topic)
+                    self._dialect.write_topic(connection, locked.renewed(tokens, expires_at))
         return [_renewed(wanted[index], expires_at) for index in sorted(live)]
 
     def release(self, claims: Iterable[Claim], *, now: float | None = None) -> list[Settled]:
@@ -576,7 +587,7 @@ class Outbox:
         _check_failure(result)
         policy = self._retry[self._contract(result.claim.topic).topic]
         luck = random.random() if jitter else None  # noqa: S311 - no secret
-        return _Line(result.claim, result, lambda now, spared: _failed(result, policy, now, luck, spared=spared))
+        return _Line(result.claim, result, lambda now, spared: _failed(result, policy, now, luck, spared))
 
     def _settle_one(self, line: _Line, now: float | None) -> Outcome:
         (settled,) = self._apply_all([line], check_now(now))
@@ -615,11 +626,14 @@ class Outbox:
         """What each line writes. A failure that opens its topic, or finds it open, is spared."""
         states, changes = dict(transaction.topics), list[Change]()
         for claim, result, change in lines:
-            spared = False
+            spared = None
             if result is not None:
-                state = states.get(claim.topic) or TopicState(claim.topic)
-                states[claim.topic] = state = state.after(result, transaction.now, self.breaker_policy)
-                spared = spares(state, result)
+                before = states.get(claim.topic) or TopicState(claim.topic)
+                states[claim.topic] = after = before.after(result, transaction.now, self.breaker_policy)
+                if spares(after, result, self.breaker_policy):
+                    # A probe lets what has come meanwhile go before it.
+                    probed = before.probe_token == claim.lease_token
+                    spared = after.next_probe() if probed else transaction.now
             changes.append(change(transaction.now, spared))
         return changes
 
@@ -658,17 +672,20 @@ class Outbox:
         return state.released(unsent, now)
 
     def _let_next_pass(self, connection: Connection, changes: Iterable[Change], now: float) -> None:
-        """Make the events due that stood behind those that have ended."""
-        ended: dict[str, dict[str, None]] = {}
+        """Make the events due that stood behind those that have ended, or before those that were given back untried."""
+        ended, untried = dict[str, dict[str, None]](), dict[str, dict[str, None]]()
         for change in changes:
-            claim = change.claim
-            if claim.ordering_key is not None and (
-                change.status == "succeeded"
-                or (change.status == "failed" and not self._contract(claim.topic).hold_on_failure)
-            ):
+            claim, contract = change.claim, self._contracts.get(change.claim.topic)
+            if claim.ordering_key is None or contract is None:
+                continue
+            if change.status == "pending":
+                untried.setdefault(claim.topic, {})[claim.ordering_key] = None
+            elif change.status == "succeeded" or (change.status == "failed" and not contract.hold_on_failure):
                 ended.setdefault(claim.topic, {})[claim.ordering_key] = None
+        for topic, keys in sorted(untried.items()):
+            self._back_in_line(connection, self._contracts[topic], list(keys), now)
         for topic, keys in sorted(ended.items()):
-            self._promote(connection, self._contract(topic), list(keys), now)
+            self._promote(connection, self._contracts[topic], list(keys), now)
 
     @classmethod
     def _reasons(cls, connection: Connection, claims: Sequence[Claim], now: float) -> dict[tuple[Any, ...], str]:
@@ -794,7 +811,8 @@ class Outbox:
     def redrive(self, event_id: str, *, topic: str | None = None, now: float | None = None) -> EventStatus:
         """Make a failed event due again with all its attempts, once its cause has been mended.
 
-        One with an ordering key takes its old place: before all later ones of its key that have not ended.
+        One with an ordering key takes its old place: before all later ones of its key that have not been tried yet. It
+        waits for one that has been, until that ends.
 
         Raises:
             InputError: ``dispatch.event_invalid``, ``dispatch.topic_unknown``, ``dispatch.time_invalid``,
@@ -806,7 +824,7 @@ class Outbox:
         with self._transaction(check_now(now), write=True) as (connection, moment, _, _):
             condition = (event.c.topic == contract.topic) & (event.c.event_id == event_id)
             redriven = self._dialect.redrive(connection, condition, moment)
-            self._promote(connection, contract, [key for key in redriven if key is not None], moment)
+            self._back_in_line(connection, contract, redriven, moment)
             row = self._find(connection, contract, event_id)
             if not redriven:
                 failed = "a failed one that was created after now or is being changed"
@@ -825,7 +843,7 @@ class Outbox:
         """Redrive up to ``limit`` failed events of a topic, longest failed first; return how many.
 
         Args:
-            error_code: only those that failed with this code.
+            error_code: only those that failed with this code. Without one, all but those that were discarded.
 
         Raises:
             InputError: ``dispatch.topic_unknown``, ``dispatch.error_invalid``, ``dispatch.limit_invalid``,
@@ -837,11 +855,21 @@ class Outbox:
         if error_code is not None:
             check_error(error_code, None)
             condition &= event.c.last_error_code == error_code
+        else:
+            condition &= hidden(event.c.last_error_code != DISCARDED)
         with self._transaction(check_now(now), write=True) as (connection, moment, _, _):
             redriven = self._dialect.redrive(connection, condition, moment, limit)
-            keys = {key: None for key in redriven if key is not None}
-            self._promote(connection, contract, list(keys), moment)
+            self._back_in_line(connection, contract, redriven, moment)
         return len(redriven)
+
+    def _back_in_line(
+        self, connection: Connection, contract: Contract, redriven: Sequence[str | None], now: float
+    ) -> None:
+        """Put redriven events, given by their ordering keys, in their places."""
+        keys = list({key: None for key in redriven if key is not None})
+        if keys:
+            self._dialect.demote(connection, contract.topic, keys, now)
+            self._promote(connection, contract, keys, now)
 
     def discard(self, event_id: str, *, topic: str | None = None, now: float | None = None) -> EventStatus:
         """Give a failed event up: it stays failed, as ``discarded``, and no longer holds its ordering key.
@@ -890,6 +918,7 @@ class Outbox:
             before = self._dialect.lock_topic(connection, name)
             after = change(before, moment)
             self._dialect.write_topic(connection, after)
+            self._topics = {**self._topics, name: after}
         _tell(before, after)
         return after.status(moment, self.breaker_policy)
 
@@ -1105,7 +1134,7 @@ def _by_topic(contracts: Iterable[Contract]) -> dict[str, Contract]:
 
 
 def _policies(retry: Any, contracts: Iterable[str]) -> dict[str, RetryPolicy]:
-    given = retry if isinstance(retry, Mapping) else dict.fromkeys(contracts, retry or RetryPolicy())
+    given = retry if isinstance(retry, Mapping) else dict.fromkeys(contracts, RetryPolicy() if retry is None else retry)
     unknown = set(given) - set(contracts)
     if unknown:
         raise InputError("dispatch.topic_unknown", expected=f"policies for any of: {', '.join(contracts)}")
@@ -1222,10 +1251,10 @@ def _success_line(result: Success, receipt: Receipt) -> _Line:
     return _Line(claim, result, lambda _now, _spared: change)
 
 
-def _failed(failure: Failure, policy: RetryPolicy, now: float, luck: float | None, *, spared: bool) -> Change:
+def _failed(failure: Failure, policy: RetryPolicy, now: float, luck: float | None, spared: float | None) -> Change:
     claim = failure.claim
-    if spared:
-        again_at = now + policy.delay(claim.attempt, failure.retry_after, luck=luck)
+    if spared is not None:
+        again_at = max(spared, now + policy.delay(claim.attempt, failure.retry_after, luck=luck))
         return Change(claim, "retry_wait", claim.attempt - 1, again_at, failure.error_code, failure.detail_hash)
     decision = policy.decide(
         attempt=claim.attempt, max_attempts=claim.max_attempts, now=now,

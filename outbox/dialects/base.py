@@ -53,6 +53,8 @@ WAITING = schema.predicate(schema.WAITING)
 FAILED = schema.predicate(schema.FAILED)
 ORDERING_HEAD = schema.predicate(schema.ORDERING_HEAD)
 FAILED_HEAD = schema.predicate(schema.FAILED_HEAD)
+#: The error code of failed events that were given up, as that predicate spells it.
+DISCARDED = "discarded"
 
 #: Clearing a lease is the same three columns wherever a row stops being leased.
 NO_LEASE: Mapping[str, ColumnElement[Any]] = {
@@ -257,7 +259,7 @@ class Dialect(ABC):
         """Move the expiry of every claim that is live at ``now`` and return the tokens of those."""
 
     def recover(self, connection: Connection, now: float, limit: int, floor: float = 0.0) -> Sequence[Row[Any]]:
-        """End up to ``limit`` leases that expired in [floor, now]; return (id, topic, event_id, status, attempts)."""
+        """End up to ``limit`` leases that expired in [floor, now]; return their names and states."""
         return connection.execute(self._recover, {"now": now, "limit": limit, "floor": floor}).all()
 
     def lease(
@@ -300,7 +302,7 @@ class Dialect(ABC):
 
     def discard(self, connection: Connection, event_row: int, now: float) -> bool:
         """Mark a failed event as given up, so that it no longer holds its ordering key."""
-        given_up = {"last_error_code": "discarded", "last_error_detail_hash": null(), "updated_at": literal(now)}
+        given_up = {"last_error_code": DISCARDED, "last_error_detail_hash": null(), "updated_at": literal(now)}
         failed = (event.c.id == event_row, hidden(event.c.status == "failed"), event.c.updated_at <= now)
         return bool(connection.execute(update(event).where(*failed).values(given_up)).rowcount)
 
@@ -353,13 +355,18 @@ class Dialect(ABC):
     def promote(self, connection: Connection, topic: str, keys: Sequence[str], now: float, *, passes: bool) -> int:
         """Make the first waiting event of each key the head, where there is none; return how many. The keys are held.
 
-        With ``passes`` a failed event does not stand in the way of later ones.
+        An earlier event that failed stands in its way, unless it ``passes``.
         """
         parameters = [{"of_topic": topic, "key": key, "now": now} for key in keys]
         return connection.execute(self._promote[passes], parameters).rowcount
 
+    def demote(self, connection: Connection, topic: str, keys: Sequence[str], now: float) -> None:
+        """Let the heads of keys wait again that have not been tried yet, where an earlier event of theirs now waits."""
+        connection.execute(self._demote, [{"of_topic": topic, "key": key, "now": now} for key in keys])
+
     def waiting_keys(self, connection: Connection, topic: str, after: str, limit: int) -> Sequence[Any]:
-        """Up to ``limit`` ordering keys after ``after`` that events wait for: (key, has a head, has a failed event)."""
+        """Up to ``limit`` ordering keys after ``after`` that events wait for: (key, has a head, and whether an event
+        before the first that waits has failed)."""
         parameters = {"of_topic": topic, "after": after, "limit": limit}
         return connection.execute(_WAITING_KEYS, parameters).all()
 
@@ -419,6 +426,7 @@ class Dialect(ABC):
     def __init__(self) -> None:
         self._recover = self._recover_statement()
         self._lease = self._lease_statement()
+        self._demote = self._demote_statement()
         self._promote = {passes: self._promote_statement(passes=passes) for passes in (False, True)}
 
     @abstractmethod
@@ -476,7 +484,9 @@ class Dialect(ABC):
                 updated_at=now,
                 **NO_LEASE,
             )
-            .returning(event.c.id, event.c.topic, event.c.event_id, event.c.status, event.c.attempts)
+            .returning(
+                event.c.id, event.c.topic, event.c.event_id, event.c.status, event.c.attempts, event.c.ordering_key
+            )
         )
 
     def _lease_statement(self) -> ReturningUpdate[Any]:
@@ -509,21 +519,35 @@ class Dialect(ABC):
     def _promote_statement(self, *, passes: bool) -> Update:
         topic, key = bindparam("of_topic", type_=Text()), bindparam("key", type_=Text())
         now: ColumnElement[float] = bindparam("now", type_=event.c.updated_at.type)
-        due_at = case((event.c.created_at > now, event.c.created_at), else_=now)
+        due_at = case((event.c.updated_at > now, event.c.updated_at), else_=now)
         rows = event.alias("rows")
         of_key = (rows.c.topic == topic, rows.c.ordering_key == key)
         first = select(rows.c.id).where(*of_key, WAITING).order_by(rows.c.id).limit(1).scalar_subquery()
-        in_the_way = [ORDERING_HEAD] if passes else [ORDERING_HEAD, FAILED_HEAD]
+        in_the_way = [_one_of_key(rows, topic, key, ORDERING_HEAD)]
+        if not passes:
+            in_the_way.append(_one_of_key(rows, topic, key, FAILED_HEAD, rows.c.id < event.c.id))
         return (
             update(event)
             .where(
                 event.c.id == first,
                 hidden(event.c.status == "waiting"),
-                *(_one_of_key(rows, topic, key, each).is_(None) for each in in_the_way),
+                *(each.is_(None) for each in in_the_way),
                 *self._may_promote(),
             )
             .values(status="pending", next_attempt_at=due_at, updated_at=due_at)
         )
+
+    def _demote_statement(self) -> Update:
+        topic, key = bindparam("of_topic", type_=Text()), bindparam("key", type_=Text())
+        now: ColumnElement[float] = bindparam("now", type_=event.c.updated_at.type)
+        rows = event.alias("rows")
+        earlier = select(rows.c.id).where(rows.c.topic == topic, rows.c.ordering_key == key, WAITING)
+        first = earlier.order_by(rows.c.id).limit(1).scalar_subquery()
+        untried = (ORDERING_HEAD, hidden(event.c.status == "pending"))
+        # A claim that takes the head at this moment was first: what is in flight is not waited for.
+        head = self._pick(event.c.topic == topic, event.c.ordering_key == key, *untried, event.c.id > first)
+        since = case((event.c.updated_at > now, event.c.updated_at), else_=now)
+        return update(event).where(self._chosen(head)).values(status="waiting", updated_at=since)
 
     def _may_promote(self) -> list[TextClause]:
         """Conditions under which what is read is what is committed."""
@@ -548,11 +572,15 @@ _OF_KEY = (
     f"(SELECT id FROM {schema.EVENT_TABLE} WHERE topic = :of_topic AND ordering_key >= keys.value"
     " AND ordering_key <= keys.value AND ({}) ORDER BY ordering_key LIMIT 1) IS NOT NULL"
 )
+_FAILED_BEFORE = (
+    f"{schema.FAILED_HEAD}) AND id < (SELECT id FROM {schema.EVENT_TABLE} WHERE topic = :of_topic"
+    f" AND ordering_key = keys.value AND ({schema.WAITING}) ORDER BY id LIMIT 1"
+)
 # From key to key by the index, whatever number of events waits for each.
 _WAITING_KEYS = text(
     f"WITH RECURSIVE keys (value) AS (SELECT {_NEXT_KEY.format('CAST(:after AS text)')}"
     f" UNION ALL SELECT {_NEXT_KEY.format('keys.value')} FROM keys WHERE keys.value IS NOT NULL)"
-    f" SELECT keys.value, {_OF_KEY.format(schema.ORDERING_HEAD)}, {_OF_KEY.format(schema.FAILED_HEAD)}"
+    f" SELECT keys.value, {_OF_KEY.format(schema.ORDERING_HEAD)}, {_OF_KEY.format(_FAILED_BEFORE)}"
     " FROM keys WHERE keys.value IS NOT NULL LIMIT :limit"
 )
 
@@ -578,15 +606,16 @@ _READY = select(
 
 
 def _one_of_key(
-    rows: Any, topic: ColumnElement[str], key: ColumnElement[str], condition: TextClause
+    rows: Any, topic: ColumnElement[str], key: ColumnElement[str], *conditions: ColumnElement[bool] | TextClause
 ) -> ScalarSelect[int]:
-    """One of the rows of an ordering key under a condition, or NULL.
+    """One of the rows of an ordering key under conditions, or NULL.
 
     Asked for as the first of a range: an equality's order is worth nothing to PostgreSQL, which then may take another
     index, by which there are as many rows as have failed in all.
     """
     of_key = (rows.c.topic == topic, rows.c.ordering_key >= key, rows.c.ordering_key <= key)
-    return select(rows.c.id).where(*of_key, condition).order_by(rows.c.ordering_key).limit(1).scalar_subquery()
+    found = select(rows.c.id).where(*of_key, *conditions).order_by(rows.c.ordering_key).limit(1)
+    return found.correlate(event).scalar_subquery()
 
 
 def of_topic(topic: str) -> ColumnElement[bool]:
