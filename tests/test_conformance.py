@@ -50,8 +50,8 @@ BREAKAGES: list[tuple[str, str, Callable[..., Any]]] = [
     ("refused_event_leaves_the_transaction_usable", "outbox.store.Outbox._undo", lambda *_: None),
     ("enqueued_otherwise_collides", "outbox.store._differs", lambda *_: False),
     ("tampered_payload_is_said", "outbox.store._proves_itself", lambda *_: True),
-    ("retried_waits_ever_longer", "outbox.policy.RetryPolicy.delay", lambda *_: 5.0),
-    ("retry_after_is_a_lower_bound", "outbox.policy.RetryPolicy.delay", lambda *_: 5.0),
+    ("retried_waits_ever_longer", "outbox.policy.RetryPolicy.delay", lambda *_, **__: 5.0),
+    ("retry_after_is_a_lower_bound", "outbox.policy.RetryPolicy.delay", lambda *_, **__: 5.0),
     ("no_transaction_to_join", "outbox.dialects.sqlite.SQLiteDialect.in_transaction", lambda *_: True),
     ("deep_health_finds_what_breaks_the_rules", "outbox.store.check_row", lambda *_: None),
 ]

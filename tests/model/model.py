@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Final
 
 from outbox import Claim, Contract, EventStatus, Failure, Health, InputError, Outcome, Settled, Success
-from outbox.records import Status
+from outbox.records import Status, TopicStatus
 
 TOPICS: Final = ("alpha", "beta")
 STATUSES: Final[tuple[Status, ...]] = ("pending", "waiting", "leased", "retry_wait", "succeeded", "failed")
@@ -361,6 +361,7 @@ class Model:
             expired_leases=expired,
             failed=counted["failed"],
             oldest_due_age=self.now - min(due) if due else None,
+            topics={topic: TopicStatus(topic, "closed") for topic in TOPICS},  # no failure here speaks of a destination
         )
 
     def redrive(self, topic: str, event_id: str) -> EventStatus:
