@@ -138,9 +138,13 @@ class Origin(NamedTuple):
     port: int
 
     @property
+    def address(self) -> IPAddress | None:
+        """The address that the host is, where it is no name."""
+        return _literal(self.host)
+
+    @property
     def loopback(self) -> bool:
-        address = _literal(self.host)
-        return self.host == "localhost" if address is None else address.is_loopback
+        return self.host == "localhost" if self.address is None else self.address.is_loopback
 
     @property
     def authority(self) -> str:
@@ -261,6 +265,10 @@ class SystemResolver:
             lookup.set_exception(error)
 
 
+class AddressForbidden(PermissionError):  # noqa: N818 - it is what happened to the address
+    """None of a host's addresses is one that may be connected to."""
+
+
 def permitting(permitted: Callable[[IPAddress], bool], resolve: Resolve) -> Resolve:
     """``resolve`` without the addresses that are not ``permitted``: what is vetted is what is connected to."""
 
@@ -268,10 +276,50 @@ def permitting(permitted: Callable[[IPAddress], bool], resolve: Resolve) -> Reso
         found = resolve(host, port, seconds)
         kept = [address for address in found if permitted(ipaddress.ip_address(address.sockaddr[0].partition("%")[0]))]
         if found and not kept:
-            raise PermissionError("no address of the host is permitted")
+            raise AddressForbidden
         return kept
 
     return vetted
+
+
+def is_public(address: IPAddress) -> bool:
+    """Whether an address is one host's on the public internet.
+
+    By the special-purpose registries of IANA (RFC 6890 and its successors), spelled out here since what ``ipaddress``
+    knows of them differs from one Python to another. An IPv4 address inside an IPv6 one is judged as what it leads to.
+    """
+    if isinstance(address, ipaddress.IPv4Address):
+        return not any(address in network for network in _NOT_PUBLIC_V4)
+    inner = _embedded(address)
+    if inner is not None:
+        return is_public(inner)
+    return address in _GLOBAL_UNICAST and not any(address in network for network in _NOT_PUBLIC_V6)
+
+
+def _embedded(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
+    """The IPv4 address that a packet to an IPv6 address may end at."""
+    number = int(address)
+    if address in _MAPPED or address in _NAT64:
+        return ipaddress.IPv4Address(number & 0xFFFFFFFF)
+    if address in _6TO4:
+        return ipaddress.IPv4Address(number >> 80 & 0xFFFFFFFF)
+    if number >> 32 & 0xFDFFFFFF == _ISATAP:
+        return ipaddress.IPv4Address(number & 0xFFFFFFFF)
+    return None
+
+
+_NOT_PUBLIC_V4: Final = tuple(map(ipaddress.IPv4Network, (
+    "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.0.0.0/24",
+    "192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24",
+    "224.0.0.0/4", "240.0.0.0/4",
+)))  # fmt: skip
+_GLOBAL_UNICAST: Final = ipaddress.IPv6Network("2000::/3")
+#: Of global unicast: protocol assignments with Teredo in them, and documentation.
+_NOT_PUBLIC_V6: Final = tuple(map(ipaddress.IPv6Network, ("2001::/23", "2001:db8::/32", "3fff::/20")))
+_MAPPED: Final = ipaddress.IPv6Network("::ffff:0:0/96")
+_NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
+_6TO4: Final = ipaddress.IPv6Network("2002::/16")
+_ISATAP: Final = 0x00005EFE  # the third quarter of an interface identifier, but for its universal bit (RFC 5214, 6.1)
 
 
 def _addresses(host: str, port: int, flags: int = 0) -> list[Address]:

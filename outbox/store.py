@@ -54,6 +54,7 @@ from outbox.records import (
 )
 from outbox.rules import check_payload, check_row
 from outbox.schema_check import check_schema
+from outbox.trace import current_headers
 from outbox.values import (
     MAX_ATTEMPTS,
     MAX_LEASE_SECONDS,
@@ -1159,7 +1160,9 @@ def _new_event(contract: Contract, value: Any, max_attempts: int, ordering_key: 
     key = encoded.ordering_key if ordering_key is None else ordering_key
     if key is not None:
         key = check_label(key, code="dispatch.ordering_key_invalid")
-    return NewEvent(contract.topic, encoded.event_id, encoded.payload, encoded.payload_sha256, key, None, max_attempts)
+    return NewEvent(
+        contract.topic, encoded.event_id, encoded.payload, encoded.payload_sha256, key, current_headers(), max_attempts
+    )
 
 
 def _distinct(rows: Iterable[NewEvent]) -> dict[str, NewEvent]:

@@ -190,7 +190,7 @@ def test_localhost_is_loopback_whatever_the_hosts_file_says(monkeypatch: pytest.
     error = failure(CMSDestination("http://localhost", signer(), allow_loopback_http=True))
     assert (error.code, error.retryable) == ("network.unsent", True)
     assert isinstance(error.__cause__, TransportFailed)
-    assert error.__cause__.kind == "PermissionError"
+    assert error.__cause__.kind == "AddressForbidden"
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------

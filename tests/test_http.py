@@ -413,7 +413,7 @@ def test_only_permitted_addresses_are_connected_to() -> None:
     assert permitting(lambda address: address.is_link_local, resolve)("name.test", 80, 1.0) == found[1:2]
     vetted = permitting(lambda address: False, resolve)
     error = failure(Sender(Origin("http", "name.test", 80), Network(vetted)))
-    assert (error.unsent, error.kind) == (True, "PermissionError")
+    assert (error.unsent, error.kind) == (True, "AddressForbidden")
 
 
 # -- what surely did not arrive, and what may have --------------------------------------------------------------------

@@ -14,6 +14,7 @@ import pytest
 from outbox.cli import program
 from outbox.contracts import cms
 from outbox.destinations import cms as destination
+from outbox.destinations import headers, webhook
 from outbox.records import STATUSES
 from tests.cli_tools import clean_environment, fields, run
 from tests.readme import README, written
@@ -70,10 +71,10 @@ def test_every_variable_it_names_is_read_by_the_program_or_the_tests() -> None:
 def test_every_delivery_code_it_names_is_used() -> None:
     part = TEXT.partition("`last_error_code` is one of these")[2].partition("## Develop")[0]
     named = re.findall(r"^\| `([^`]+)` \|", part, re.MULTILINE)
-    assert len(named) == 10
+    assert len(named) == 11
     sources = "".join(
         Path(str(module.__file__)).read_text(encoding="utf-8")
-        for module in (cms, destination, sys.modules["outbox.http"])
+        for module in (cms, destination, headers, webhook, sys.modules["outbox.http"])
     )
     assert [code for code in named if f'"{code}"' not in sources] == []
 

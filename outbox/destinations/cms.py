@@ -5,12 +5,13 @@ from __future__ import annotations
 import hmac
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Final, Protocol, Self, runtime_checkable
 
 from outbox.contracts.base import DeliveryFailed
 from outbox.contracts.cms import CMS_CHANGE, MAX_RESPONSE_BYTES
+from outbox.destinations.headers import Header, HostHeaders, authentication, check_headers
 from outbox.errors import InputError
 from outbox.http import (
     Deadline,
@@ -24,6 +25,7 @@ from outbox.http import (
     retry_after,
 )
 from outbox.records import Arrival, Claim
+from outbox.trace import request_headers
 from outbox.values import MAX_LEASE_SECONDS, check_seconds, check_token, is_token
 
 TARGET: Final = b"/v2/localization/changes"
@@ -33,19 +35,8 @@ _FIXED_HEADERS: Final = (
     (b"Accept", b"application/json"),
     (b"Accept-Encoding", b"identity"),
 )
-#: Names the host may not give: they frame the message, say what it is, or sign it.
-_PROTOCOL_HEADERS: Final = frozenset({
-    "accept", "accept-charset", "accept-encoding", "accept-language", "connection", "expect", "host", "keep-alive",
-    "te", "trailer", "transfer-encoding", "upgrade",
-})  # fmt: skip
-_PROTOCOL_PREFIXES: Final = ("content-", "proxy-", "x-localization-")
-
 _SIGNATURE = re.compile(r"[A-Za-z0-9_.:/+=-]{1,4096}")
-_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,256}")
-_HEADER_VALUE = re.compile(r"[\x21-\x7e]+(?:[ \t]+[\x21-\x7e]+)*")
-_MAX_HEADER_VALUE: Final = 16_384
-
-Header = tuple[bytes, bytes]
+_RESERVED: Final = "x-localization-"
 
 
 @runtime_checkable
@@ -103,18 +94,16 @@ class CMSDestination:
         origin: str,
         signer: Signer,
         *,
-        headers: Callable[[], Mapping[str, str]] | None = None,
+        headers: HostHeaders | None = None,
         timeout: float = 30.0,
         allow_loopback_http: bool = False,
     ) -> None:
         self._origin = parse_origin(origin, allow_loopback_http=allow_loopback_http)
         if not callable(getattr(signer, "sign", None)):
             raise InputError("destination.signer_invalid", expected="an object with a method sign(body)")
-        if headers is not None and not callable(headers):
-            raise InputError("destination.headers_invalid", expected="a callable, or None")
         self.timeout = check_seconds(timeout, code="destination.timeout_invalid", longest=MAX_LEASE_SECONDS)
         self._signer = signer
-        self._headers = headers
+        self._headers = check_headers(headers)
         self._sender = Sender(self._origin, _network(plain=self._origin.scheme == "http"))
 
     def deliver(self, claim: Claim) -> Mapping[str, Any]:
@@ -126,7 +115,12 @@ class CMSDestination:
         """
         deadline = Deadline(self.timeout)
         body = claim.payload.encode("utf-8")
-        headers = (*_FIXED_HEADERS, *self._sign(body), *self._authenticate())
+        headers = (
+            *_FIXED_HEADERS,
+            *self._sign(body),
+            *request_headers(claim.headers),
+            *authentication(self._headers, _RESERVED),
+        )
         try:
             reply = self._sender.post(TARGET, headers, body, deadline=deadline, max_bytes=MAX_RESPONSE_BYTES)
         except TransportFailed as error:
@@ -164,20 +158,6 @@ class CMSDestination:
         # Raised out here, not in the handler: a signer's exception can quote the key, and would be chained even so.
         raise DeliveryFailed("signing", retryable=False, arrival="unsent")
 
-    def _authenticate(self) -> list[Header]:
-        if self._headers is None:
-            return []
-        try:
-            return _host_headers(self._headers())
-        except DeliveryFailed as error:
-            failure = DeliveryFailed(
-                error.code, retryable=error.retryable, retry_after=error.retry_after, detail_hash=error.detail_hash,
-                arrival="unsent", outage=error.outage,
-            )  # fmt: skip
-        except Exception:  # noqa: BLE001
-            failure = DeliveryFailed("authentication", retryable=False, arrival="unsent")
-        raise failure  # likewise
-
 
 def _network(*, plain: bool) -> Network:
     if plain:
@@ -203,22 +183,3 @@ def _signature_headers(signed: object) -> list[Header]:
         (b"X-Localization-Key-Id", key_id.encode("ascii")),
         (b"X-Localization-Signature", signature.encode("ascii")),
     ]
-
-
-def _host_headers(headers: Mapping[str, str]) -> list[Header]:
-    items = list(headers.items())
-    names = {name.lower() for name, _ in items}
-    if len(names) < len(items) or not all(_is_header(name, value) for name, value in items):
-        raise ValueError
-    return [(name.encode("ascii"), value.encode("ascii")) for name, value in items]
-
-
-def _is_header(name: str, value: str) -> bool:
-    lowered = name.lower()
-    return (
-        _HEADER_NAME.fullmatch(name) is not None
-        and lowered not in _PROTOCOL_HEADERS
-        and not lowered.startswith(_PROTOCOL_PREFIXES)
-        and len(value) <= _MAX_HEADER_VALUE
-        and _HEADER_VALUE.fullmatch(value) is not None
-    )
